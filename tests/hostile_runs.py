@@ -111,7 +111,7 @@ LISTED = {
 
 READERS: tuple[Command, ...] = (
     ("eval", "RUN"), ("step", "RUN", 1), ("audit", "RUN"), ("data", "preview", "--config", "RUN/config.yaml"),
-    ("data", "stats", "--config", "RUN/config.yaml"),
+    ("data", "stats", "--config", "RUN/config.yaml"), ("fork", "RUN", "--at", 6, "--print"),
 )  # fmt: skip
 """Commands that go by the config of a run."""
 OPENERS: tuple[Command, ...] = (

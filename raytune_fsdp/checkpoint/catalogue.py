@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.checkpoint.location import storage_at
@@ -165,7 +166,21 @@ def ways_out_of_divergence(root: str, step: int) -> str:
     )
 
 
-def prune(storage: Storage, keep: Keep, scores: Mapping[int, float]) -> None:
+Pinned = Callable[[str], bool]
+"""Whether another run needs the checkpoint of this name."""
+
+
+def not_pinned(name: str) -> bool:
+    """Say of every checkpoint that no other run needs it."""
+    return False
+
+
+def prune(storage: Storage, keep: Keep, scores: Mapping[int, float], pinned: Pinned = not_pinned) -> None:
     """Delete the checkpoints that are not kept."""
     for found in to_remove(committed(storage.location), keep, scores):
-        storage.remove(found.name)
+        remove_unpinned(storage, found.name, pinned)
+
+
+def remove_unpinned(storage: Storage, name: str, pinned: Pinned) -> bool:
+    """Delete a checkpoint that no other run needs; return whether it is gone."""
+    return not pinned(name) and storage.remove(name, partial(pinned, name))

@@ -25,6 +25,7 @@ from raytune_fsdp.checkpoint.storage import (
     Sink,
     StoredFile,
     at_once,
+    nobody,
     parse_directory_name,
 )
 
@@ -96,9 +97,16 @@ class ObjectStorage:
         self._delete(name, MANIFEST_FILE)
         return f"{self.where(name)}, whose manifest is now {MANIFEST_FILE}{DAMAGED}"
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, needed: Callable[[], bool] = nobody) -> bool:
+        manifest = None
+        with suppress(UnsoundError):  # too large to be a manifest: nobody can use that checkpoint
+            manifest = self.read(name, MANIFEST_FILE, MANIFEST_BYTES)
         self._delete(name, MANIFEST_FILE)  # first: from here on it is not a checkpoint
+        if manifest is not None and needed():
+            self.put(name, MANIFEST_FILE, manifest)
+            return False
         self._delete_all(name)
+        return True
 
     def clean(self) -> None:
         below = self._below("")

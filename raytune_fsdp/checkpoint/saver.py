@@ -16,7 +16,15 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.measured import Digest
 from raytune_fsdp.base.row_hashes import digests_of, join_by_pairs, receiver
-from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune
+from raytune_fsdp.checkpoint.catalogue import (
+    Keep,
+    Pinned,
+    committed,
+    in_the_way,
+    not_pinned,
+    prune,
+    remove_unpinned,
+)
 from raytune_fsdp.checkpoint.contents import roots_of, tensors_of
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.messages import Messages, open_messages
@@ -57,6 +65,8 @@ class Saver:
     """Whether manifests get a digest of the numbers."""
     scores: dict[int, float] = field(default_factory=dict)
     """Scores by step, to keep the best checkpoints. On rank 0."""
+    pinned: Pinned = not_pinned
+    """Which checkpoints other runs need: they are not removed."""
     own_seconds: float = 0.0
     """How long training has waited for this rank's own part of saves."""
     _serial: int = 0
@@ -203,10 +213,10 @@ class Saver:
         keep, scores, size = self.keep, dict(self.scores), self.nbytes
 
         def prune_all() -> None:
-            prune(self.storage, keep, scores)
+            prune(self.storage, keep, scores, self.pinned)
             # The older of two recovery points must not take the room of the saves that follow.
             if keep.recovery > 1 and storage_without_room(self.storage.location, size) is not None:
-                prune(self.storage, replace(keep, recovery=1), scores)
+                prune(self.storage, replace(keep, recovery=1), scores, self.pinned)
 
         return prune_all
 
@@ -216,8 +226,8 @@ class Saver:
         self.keep, gone = replace(self.keep, recovery=1), []
         try:
             for each in () if self._all_kept else in_the_way(committed(self.storage.location), lasting=lasting):
-                self.storage.remove(each.name)
-                gone.append(each.name)
+                if remove_unpinned(self.storage, each.name, self.pinned):
+                    gone.append(each.name)
         except OSError as error:  # as after a commit: training goes on
             logger.warning("older checkpoints could not be removed: %s", in_one_line(error))
         return gone
@@ -259,6 +269,7 @@ def open_saver(
     asynchronous: bool,
     scores: Mapping[int, float],
     hashes: bool = False,
+    pinned: Pinned = not_pinned,
 ) -> Saver:
     """Return the saver of an attempt with this model and optimizer. Collective."""
     optimizer.init_state()
@@ -274,4 +285,5 @@ def open_saver(
         messages=open_messages(),
         scores=dict(scores),
         hashes=hashes,
+        pinned=pinned,
     )

@@ -89,6 +89,11 @@ def at_once() -> None:
     """Do nothing: there is nothing to do or to wait for."""
 
 
+def nobody() -> bool:
+    """Say that nobody needs a checkpoint that is being removed."""
+    return False
+
+
 class Sink(Protocol):
     """A new file. Once it is closed without an exception, its content is safe in the storage."""
 
@@ -162,8 +167,11 @@ class Storage(Readable, Protocol):
     def set_aside(self, name: str) -> str:
         """Rename a damaged checkpoint so that it no longer counts; return its new location, for messages."""
 
-    def remove(self, name: str) -> None:
-        """Delete a checkpoint. At every moment it is either complete or not a checkpoint."""
+    def remove(self, name: str, needed: Callable[[], bool] = nobody) -> bool:
+        """Delete a checkpoint, and return True. At every moment it is either complete or not a checkpoint.
+
+        `needed` is asked when others no longer see it: if it is, it is put back, and not deleted.
+        """
 
     def clean(self) -> None:
         """Remove unfinished drafts. Call this only while nothing is being written here."""
@@ -267,10 +275,14 @@ class PosixStorage:
         (self._root / name).rename(target)
         return str(target)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, needed: Callable[[], bool] = nobody) -> bool:
         doomed = self._root / f"{name}{STAGING}"
         (self._root / name).rename(doomed)  # first, so that half of a checkpoint is never taken for one
+        if needed():
+            doomed.rename(self._root / name)
+            return False
         shutil.rmtree(doomed, ignore_errors=True)  # `clean` removes what is left
+        return True
 
     def clean(self) -> None:
         if self._root.is_dir():

@@ -7,6 +7,7 @@
     region.py      the region that it rewrites in place
 
     train.py       fine-tune a model
+    fork.py        begin a run where another one was after a step
     data.py        look at the data, count it, remove old prepared data
     plan.py        what a config amounts to; plan_rows.py: how many rows it has; plan_on_gpus.py: memory and time;
                    plan_as_page.py: a page with sliders; plan_calibrate.py: measures a machine;

@@ -83,10 +83,14 @@ def _now(found: Namespace) -> int:
 def _list(found: Namespace) -> int:
     from raytune_fsdp.checkpoint.location import storage_at
     from raytune_fsdp.record.console import gibibytes
+    from raytune_fsdp.run.forks.pins import pins_of
 
-    for each in _committed(found):
+    there, forks = _committed(found), [*pins_of(found.run)]
+    for each in there:
         size = sum(storage_at(each.root).sizes(each.name).values())
-        say(f"step {each.step:>8,}  attempt {each.attempt:>3}  {gibibytes(size):>10}  {each.path}")
+        kept = ", ".join(Path(pin.child).name for pin in forks if pin.checkpoint == each.name)
+        for_forks = f"  kept for {kept}" if kept else ""
+        say(f"step {each.step:>8,}  attempt {each.attempt:>3}  {gibibytes(size):>10}  {each.path}{for_forks}")
     return 0
 
 

@@ -34,14 +34,14 @@ def _diff(parser: Parser, arguments: Sequence[str]) -> int:
     from raytune_fsdp.record.report.difference import difference
 
     there = difference(found.run, found.other)
-    if there.step is None and not there.equal:
+    if there.step is None and not there.equal and not there.related:
         raise UserError(f"{there.words} Compare runs that have trained the same steps")
     print(printable(there.words))
     if there.step is not None:
         print("what differs, the likeliest cause first:" if there.causes else "nothing else on record differs")
         for cause in there.causes:
             print(f"  {printable(cause.words)}")
-    for sentence in there.unknown:
+    for sentence in (*there.related, *there.unknown):
         print(printable(sentence))
     return 0 if there.step is None else PART
 

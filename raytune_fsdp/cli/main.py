@@ -18,6 +18,7 @@ PROGRAM = "raytune-fsdp"
 
 COMMANDS = {
     "train": "fine-tune a model",
+    "fork": "begin a run where another one was after a step, with changes",
     "data": "look at the data, count it, remove old prepared data",
     "plan": "show what a config amounts to, without starting anything",
     "doctor": "check machine, cluster, storage and services before a run",

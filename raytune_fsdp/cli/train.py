@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,10 +29,15 @@ def main(
     argv: Sequence[str] | None = None, prog: str = "raytune-fsdp train", default_config: str | Path | None = None
 ) -> int:
     """Run a fine-tuning job; return the exit code. `default_config`: the file that is used without --config."""
-    arguments = sys.argv[1:] if argv is None else argv
-    before = set(threading.enumerate())
+    arguments = list(sys.argv[1:] if argv is None else argv)
     # Make the parser inside, too: its imports take a second, and Ctrl-C may come then.
-    code = exit_code(lambda: _train(parser_of(prog, default_config), arguments))
+    return exit_code_of_training(lambda: _train(parser_of(prog, default_config), arguments))
+
+
+def exit_code_of_training(work: Callable[[], int]) -> int:
+    """Do the work of a command that trains; return the exit code, or leave if storage would keep the process."""
+    before = set(threading.enumerate())
+    code = exit_code(work)
     ours = set(threading.enumerate()) - before  # threads of this function's caller are not ours to end
     if code and any(thread.name.startswith(_WAITING) for thread in ours):
         # A thread waits for storage that does not answer, and a library would wait for that thread another minute.
@@ -40,9 +46,15 @@ def main(
 
 
 def parser_of(prog: str, default_config: str | Path | None = None) -> ConfigParser:
+    parser = ConfigParser(prog, "Fine-tune a model.", default_config)
+    add_training(parser)
+    return parser
+
+
+def add_training(parser: ConfigParser, *, code: str | None = None) -> None:
+    """Add the arguments of a command that trains. `code`: see `add_trust`."""
     from raytune_fsdp.launch.finetune import WAIT_FOR_TRACKING
 
-    parser = ConfigParser(prog, "Fine-tune a model.", default_config)
     parser.add_argument(
         "--wait-for-tracking",
         type=float,
@@ -64,13 +76,16 @@ def parser_of(prog: str, default_config: str | Path | None = None) -> ConfigPars
         help="start also where weights and what is kept of them are more than a device has, or storage has no room for "
         "a checkpoint",
     )
-    add_trust(parser)
+    add_trust(parser, code=code)
     parser.add_argument("--verbose", action="store_true", help="show what libraries print and warn of, on every rank")
-    return parser
 
 
 def _train(parser: ConfigParser, arguments: Sequence[str]) -> int:
-    found, config = parser.parse_with_config(arguments)
+    return train(parser, *parser.parse_with_config(arguments))
+
+
+def train(parser: ConfigParser, found: argparse.Namespace, config: FinetuneConfig) -> int:
+    """Train what a config describes, as the arguments of `add_training` say."""
     if not 0 <= found.wait_for_tracking < math.inf:
         parser.error(f"--wait-for-tracking {found.wait_for_tracking:g} must be 0 or more seconds")
     if found.json and not found.dry_run:

@@ -92,7 +92,7 @@ def _result(
             open_record.keep_from_others(place)
             with suppress(OSError):  # another user's run
                 open_record.put_mark(prepared)
-            open_record.mend_record(place, before)
+            open_record.mend_record(config, place, before)
         # They send while the export is written.
         trackers = open_record.last_tracking(config, prepared, before, newest.step, seconds=wait, progress=progress)
         if export is not None:

@@ -24,6 +24,8 @@ from raytune_fsdp.config.sections.formats import Format
 ABSENT: dict[str, Any] = {
     # Sums by rank.
     "run.exact": False,
+    # The run is no fork of another one.
+    "run.fork": None,
     # All rows of the dataset are used.
     "datasets.rows": None,
     "datasets.held_out": None,
@@ -118,8 +120,12 @@ def check_identity(
     *,
     files_before: Mapping[str, Sequence[str]],
     files_now: Mapping[str, Sequence[str]],
+    rule: str | None = None,
 ) -> None:
-    """Refuse to continue a run as another one, naming every difference. `files_*`: names by key, for the message."""
+    """Refuse to continue a run as another one, naming every difference. `files_*`: names by key, for the message.
+
+    `rule`: what is said before the differences, if not that none may be there.
+    """
     known_later = (REFERENCE_OF, REFERENCE_VALUES, TEACHER_OF, TEACHER_VALUES)
     before = {key: value for key, value in before.items() if not _GONE.fullmatch(key) and key not in known_later}
     for key, what in _VERSIONS.items():
@@ -140,7 +146,8 @@ def check_identity(
     ]
     if differences:
         raise OtherRunError(
-            f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
+            rule
+            or f"{where} was trained with other settings: continuing it would be neither the old run nor a new one; "
             "set these back, or choose another run.name:",
             *(f"  {each}" for each in differences),
         )

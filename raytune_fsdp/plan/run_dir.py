@@ -17,6 +17,8 @@
   wandb_run_id, wandb/         its id in Weights & Biases, and how much has been sent; what its library spools
   tensorboard/                 curves for TensorBoard
   lock, lock.beat              while a command works on the run: which one, and that it is alive (launch/run_lock.py)
+  lineage.json                 in a fork: the runs and steps from which it comes (record/lineage.py)
+  pins/                        the checkpoints with which forks of this run began: not pruned (run/forks/pins.py)
   begins_as.json               in a run by which an audit repeats another one: how that one was begun
   checkpoint-now.*, stop.*     requests for a checkpoint now, and to stop (checkpoint/on_demand.py)
 <run.storage>/cache/           prepared rows and packed windows of all runs
@@ -61,13 +63,16 @@ CHECKPOINTS = "checkpoints"
 REPORT = "report"
 TENSORBOARD = "tensorboard"
 WANDB_ID_FILE = "wandb_run_id"
+LINEAGE_FILE = "lineage.json"
+PINS = "pins"
 _CHECKPOINTS_AT = "checkpoints_at"
 _PLACE_BYTES = 16 << 10  # a path has up to 4 KiB
 _FILES = (
     CONFIG_FILE, PLAN_FILE, DATA_FILE, METRICS_FILE, EVALUATIONS_FILE, EVENTS_FILE, ATTEMPTS_FILE, _CHECKPOINTS_AT,
+    LINEAGE_FILE,
 )  # fmt: skip
 _LEVELS = {CHECKPOINTS: 1, MODEL_FILES: 2, REPORT: 1, TENSORBOARD: 1, "documents": 1, "exports": 1, "logs": 2,
-           MLFLOW_MODEL: 3, "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
+           PINS: 1, MLFLOW_MODEL: 3, "profile": 1, "export": 0, "wandb": 0}  # fmt: skip
 """The directories of a run, and to what depth names in them are ours. The content of an export is compared with its
 mark, and what wandb's library spools has links of its own."""
 _OF_RAY = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
@@ -112,6 +117,8 @@ class RunDir:
     attempts = _Named(ATTEMPTS_FILE)
     checkpoints_at = _Named(_CHECKPOINTS_AT)
     beginning = _Named("begins_as.json")
+    lineage = _Named(LINEAGE_FILE)
+    pins = _Named(PINS)
     lock = _Named("lock")
     beat = _Named("lock.beat")
     model_files = _Named(MODEL_FILES)
@@ -145,6 +152,14 @@ class RunDir:
 def storage_of(config: FinetuneConfig) -> Path:
     """Return the directory of all runs, with `~` and relative paths resolved as this process sees them."""
     return _absolute(config.run.storage)
+
+
+def forked_run(config: FinetuneConfig) -> Path | None:
+    """Return the directory of the run that `run.fork` names: in `run.storage`, if it is a mere name."""
+    if config.run.fork is None:
+        return None
+    path = Path(config.run.fork.run).expanduser()
+    return storage_of(config) / path if len(path.parts) == 1 else path.absolute()
 
 
 def cache_of(config: FinetuneConfig) -> Path:

@@ -4,6 +4,7 @@ tracker.py          the interface of a tracker, one that does nothing, and sever
 names.py            the names of metrics and events
 lines.py            what a line of metrics.jsonl looks like
 jsonl.py            metrics.jsonl and events.jsonl, the truth about a run: writing and reading them
+lineage.py          from which runs a fork comes
 repair.py           checks a metrics.jsonl, and mends it
 tail.py             reads the record of a run while it grows
 goodput.py          where the time of a run went, and the share that counts

@@ -348,7 +348,16 @@ def _audited(fields: Mapping[str, object]) -> str:
     return f"audited: steps {fields.get('first')} to {fields.get('step')} were trained again, and are {found}"
 
 
+def _forked(fields: Mapping[str, object]) -> str:
+    changed = fields.get("changed")
+    pairs = changed.items() if isinstance(changed, dict) else ()
+    changes = [f"{key} {pair[0]} -> {pair[1]}" for key, pair in pairs if isinstance(pair, list) and len(pair) == 2]
+    said = ", ".join(changes) or "nothing changed"
+    return f"a fork of {fields.get('run')} after step {fields.get('step')}, with {said}"
+
+
 _IN_WORDS = {
+    names.FORKED: _forked,
     names.AUDITED: _audited,
     names.PREDICTED: _predicted,
     names.MEMORY_SHORT: _memory_short,

@@ -63,7 +63,7 @@ class JsonlTracker(Tracker):
         aside = self._metrics_path.with_name(f"{METRICS_FILE}.a{run.attempt}.damaged")
         try:
             self._metrics_path.parent.mkdir(parents=True, exist_ok=True)
-            taken = truncate(self._metrics_path, run.resumed_from, aside=aside)
+            taken = truncate(self._metrics_path, run.resumed_from, aside=aside, begins_after=run.begins_after)
             self._file = FileIO(self._metrics_path, "ab", opener=open_private)
         except OSError as error:
             raise _cannot_write(self._metrics_path, error) from error

@@ -106,6 +106,8 @@ the weights, and everything, a digest with the optimizer's state and the place i
 DIGESTED = "digested"
 """The numbers after a step were hashed, without saving them (run.digest_every). Fields: step, digest and everything, as
 those of a save."""
+FORKED = "forked"
+"""The run begins where another one was. Fields: those of the link in lineage.json (record/lineage.py)."""
 NO_ROOM_TO_SAVE = "no_room_to_save"
 """A checkpoint is due by the clock, but storage has no room for it and the next one, so none is written. Once in an
 attempt. Fields: wanted and free (bytes)."""

@@ -36,8 +36,10 @@ class Checked:
     """What was wrong with the record; usually nothing."""
 
 
-def truncate(path: Path, last_step: int, *, aside: Path) -> Checked:
-    """Remove every line after `last_step` (all of them for 0) and what a crash left unfinished, atomically.
+def truncate(path: Path, last_step: int, *, aside: Path, begins_after: int = 0) -> Checked:
+    """Remove every line after `last_step` (for `begins_after`: all) and what a crash left unfinished, atomically.
+
+    The record begins with the step after `begins_after`, which a fork's parent has trained.
 
     If the lines up to there are not what they should be, they are mended, and the broken file is kept as `aside`. The
     file is replaced even when nothing is cut: a process of an earlier attempt that is still alive then writes into a
@@ -46,12 +48,12 @@ def truncate(path: Path, last_step: int, *, aside: Path) -> Checked:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left by a crash, or a link that leads elsewhere
     with _opened(path) as file, open(temporary, "wb", opener=open_private) as output:
-        if last_step == 0:
+        if last_step == begins_after:
             spans, taken = [], Checked()
-        elif (written := _as_written(file, last_step)) is not None:
+        elif (written := _as_written(file, last_step, begins_after)) is not None:
             spans, taken = [(0, written[0])], Checked(evaluated=frozenset(written[1]))
         else:
-            spans, taken = _salvage(file, last_step)
+            spans, taken = _salvage(file, last_step, begins_after)
         for first, after in spans:
             _copy(file, first, after, output)
         output.flush()
@@ -69,15 +71,15 @@ def truncate(path: Path, last_step: int, *, aside: Path) -> Checked:
     return taken
 
 
-def is_whole(path: Path, last_step: int) -> bool:
-    """Return whether the record has exactly one line for every step up to this one, in order."""
+def is_whole(path: Path, last_step: int, begins_after: int = 0) -> bool:
+    """Return whether the record has exactly one line for every step up to this one, in order. See `truncate`."""
     with _opened(path) as file:
-        return _as_written(file, last_step) is not None
+        return _as_written(file, last_step, begins_after) is not None
 
 
-def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str]]] | None:
+def _as_written(file: BinaryIO, last_step: int, begins_after: int) -> tuple[int, set[tuple[int, str]]] | None:
     """Return where the lines up to a step end, and their evaluations; None if they are not as they were written."""
-    newest, end, evaluated = 0, 0, set[tuple[int, str]]()
+    newest, end, evaluated = begins_after, 0, set[tuple[int, str]]()
     for step, after, keys in _lines(file):
         if step > last_step and newest == last_step:
             break
@@ -90,7 +92,7 @@ def _as_written(file: BinaryIO, last_step: int) -> tuple[int, set[tuple[int, str
     return (end, evaluated) if newest == last_step else None
 
 
-def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
+def _salvage(file: BinaryIO, last_step: int, begins_after: int) -> tuple[list[Span], Checked]:
     """Return the lines of a broken record that can be trusted, and what is wrong with the others."""
     steps: dict[int, Span] = {}
     evaluations: list[tuple[int, Span]] = []
@@ -102,7 +104,7 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
         if step < 0:
             strange += 1
             continue
-        if step > last_step:
+        if not begins_after <= step <= last_step or (step == begins_after and keys is None):
             continue
         in_order, highest = in_order and step >= highest, max(step, highest)
         if keys is None:
@@ -114,7 +116,7 @@ def _salvage(file: BinaryIO, last_step: int) -> tuple[list[Span], Checked]:
         else:
             evaluations.append((step, (first, after)))
             evaluated |= {(step, key) for key in keys}
-    missing = [step for step in range(1, last_step + 1) if step not in steps]
+    missing = [step for step in range(begins_after + 1, last_step + 1) if step not in steps]
     said = (
         (strange, f"{_lines_in_words(strange)} neither a step nor an evaluation, and left out"),
         (again, f"{_lines_in_words(again)} there twice; one of each is kept"),

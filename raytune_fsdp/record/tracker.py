@@ -13,6 +13,7 @@ from typing import Literal
 
 from raytune_fsdp.base.errors import RaytuneError, TrainingError, in_one_line
 from raytune_fsdp.base.measured import ParameterCount, StepMetrics
+from raytune_fsdp.record.lineage import ForkedFrom
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,10 @@ class RunStart:
     """The number of the attempt, from 1."""
     resumed_from: int = 0
     """Step of the checkpoint that the attempt continues from; 0 if it starts from the beginning."""
+    begins_after: int = 0
+    """Step of the parent's checkpoint with which a fork began: the record begins with the next one."""
+    forked_from: ForkedFrom | None = None
+    """What is on record of that parent."""
     total_steps: int | None = None
     """Step at which the run ends."""
     config: str = ""

@@ -6,6 +6,7 @@ Before ranks start, in the order of a command:
     places.py            places outside of its directory that its files name, and whether the user chose them
     beginning.py         which version of each changed behaviour the run began with
     resume.py            what makes it the same run, and the checkpoint to continue from
+    forks/               a run that begins with a checkpoint of another one
     length.py            how long it was planned to be, and what a longer plan would train
     prepare.py           everything that can be found wrong with model, tokenizer, data and census
     tokenizer.py         tokens that the run adds

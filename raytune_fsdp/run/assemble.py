@@ -244,7 +244,7 @@ def _report_asked(tracker: Tracker, reference: Reference | None, teacher: Teache
 def _not_evaluated(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, exam: Evaluation) -> bool:
     """Return whether an evaluation is due at the run's step and was not completed by an earlier attempt. Collective."""
     step, plan = standing.state.step, standing.plan
-    if step == 0:
+    if standing.begins:
         return config.eval.at_start
     if standing.owes_evaluation or not plan.due(step, plan.eval_every):
         return standing.owes_evaluation

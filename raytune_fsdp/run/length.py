@@ -13,6 +13,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.run.forks.parent import Parent
 from raytune_fsdp.step.optim.schedule import lr_factor, multiplier
 
 logger = logging.getLogger(__name__)
@@ -43,9 +44,24 @@ def plan_on_record(place: RunDir) -> PlanOnRecord:
 
 
 def check_extension(
-    config: FinetuneConfig, place: RunDir, plan: Plan, checkpoint: CommittedCheckpoint, state: RunState
+    config: FinetuneConfig,
+    place: RunDir,
+    plan: Plan,
+    checkpoint: CommittedCheckpoint,
+    state: RunState,
+    parent: Parent | None = None,
 ) -> None:
-    """Refuse to extend a run whose last step was short, and to add steps that would train nothing."""
+    """Refuse to extend a run whose last step was short, and to add steps that would train nothing.
+
+    `parent`: the run whose checkpoint it is, if this one begins as its fork.
+    """
+    if parent is not None:
+        place = parent.place
+        if state.step >= plan.steps:
+            raise ResumeError(
+                f"run.fork.step={state.step}: this run ends after step {plan.steps}, so it would train nothing; fork "
+                "an earlier step, or make it longer (train.max_steps, train.epochs)"
+            )
     whole = state.step * plan.division.global_batch
     if state.samples < whole and plan.division.total_samples != state.samples:
         # A run of that length would have a full step there.

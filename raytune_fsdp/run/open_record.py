@@ -46,6 +46,7 @@ from raytune_fsdp.record.copies.mlflow_model import register
 from raytune_fsdp.record.copies.tensorboard import TensorboardTracker
 from raytune_fsdp.record.copies.wandb import WandbTracker
 from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, repair_event, steps_after
+from raytune_fsdp.record.lineage import known_lineage, put_lineage
 from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.card import recipe_of
 from raytune_fsdp.record.report.history import data_of
@@ -61,6 +62,7 @@ from raytune_fsdp.run.described import (
     why_bits_differed,
 )
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
+from raytune_fsdp.run.forks.record import lineage_of
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import lost_seconds, uncommitted_seconds
@@ -104,8 +106,12 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
     renamed = set_aside(standing.damaged, standing.commit) if standing.commit is not None else []
     aside = [{"path": found.path, "problem": standing.damaged[found], "now": now} for found, now in renamed]
-    if standing.state.step == 0:  # the evaluations of checkpoints that are gone
+    if standing.begins:  # the evaluations of checkpoints that are gone
         place.evaluations.unlink(missing_ok=True)
+    if config.run.fork is None:  # of a run that was here before
+        place.lineage.unlink(missing_ok=True)
+    elif standing.parent is not None:
+        put_lineage(place.path, lineage_of(config, standing.parent, standing.state, prepared.identity))
     replace_durably(place.config, recorded_text(config), private=True)
     if config.checkpoint.storage is not None:
         replace_durably(place.checkpoints_at, place.checkpoints, private=True)
@@ -121,7 +127,8 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
         # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
         prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
     shown, commit = redact(config.model_dump(mode="json")), _commit_of_model(config, prepared, standing)
-    recipe = recipe_of(shown, versions(), place.path, prepared.parameters, commit)
+    lineage = known_lineage(place.path)
+    recipe = recipe_of(shown, versions(), place.path, prepared.parameters, commit, lineage)
     replace_durably(place.model_files / RECIPE_FILE, recipe, private=True)
     put_mark(prepared)
     if prepared.started_by:
@@ -136,7 +143,8 @@ def _commit_of_model(config: FinetuneConfig, prepared: RunInputs, standing: Resu
         stored = None if prepared.origin is None else prepared.origin.stored
         return commit_of(stored.directory) if isinstance(stored, WeightFiles) else None
     with suppress(RaytuneError):
-        path, revision, _ = began_with(prepared.place.model_files)
+        files = (prepared if standing.parent is None else standing.parent).place.model_files
+        path, revision, _ = began_with(files)
         return revision if path == config.model.path else None
     return None
 
@@ -205,6 +213,8 @@ def start_tracker(
         **({names.FROM_PEERS: True} if standing.from_peers else {}),
         **described(evaluation_of_run(config, prepared.evals, prepared.tasks, dry=prepared.dry)),
     )
+    if standing.parent is not None and (lineage := known_lineage(prepared.place.path)) is not None:
+        tracker.event(names.FORKED, **asdict(lineage.parent))
     _report_kernels(tracker, kernels, standing.state.kernels)
     if config.run.exact:
         _report_bits(tracker, standing.state.step, computed, bits[BITS], events)
@@ -216,7 +226,7 @@ def start_tracker(
         tracker.event(names.SETTINGS_CHANGED, **opened.changed)
     if standing.windows_built:
         tracker.event(names.WINDOWS_BUILT, windows=standing.windows_built, steps=None)
-    if standing.state.step == 0:
+    if standing.begins:
         _report_data(tracker, config, prepared)
     return tracker
 
@@ -270,12 +280,14 @@ def mlflow_tracker(
 
 def run_start(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, attempt: int) -> RunStart:
     """Return what trackers are given when an attempt starts."""
-    committed = 0 if standing.commit is None else standing.commit.step
+    committed, lineage = 0 if standing.commit is None else standing.commit.step, known_lineage(prepared.place.path)
     return RunStart(
         name=config.run.name,
         attempt=attempt,
         resumed_from=standing.state.step,
-        committed=committed if standing.from_peers else None,
+        committed=committed if standing.from_peers or standing.parent is not None else None,
+        begins_after=begins_after(config),
+        forked_from=None if lineage is None else lineage.parent,
         total_steps=standing.plan.steps,
         config=recorded_text(config),
         plan=_plan_in_full(prepared, standing),
@@ -287,12 +299,17 @@ def run_start(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint
     )
 
 
-def mend_record(place: RunDir, standing: ResumePoint) -> None:
+def begins_after(config: FinetuneConfig) -> int:
+    """Return the step after which the record of a run begins: 0, or that of the checkpoint that it forks."""
+    return 0 if config.run.fork is None else config.run.fork.step
+
+
+def mend_record(config: FinetuneConfig, place: RunDir, standing: ResumePoint) -> None:
     """Mend the record of a complete run if it is broken, since no attempt will look at it."""
-    steps = standing.state.step
-    if not is_whole(place.metrics, steps):
+    steps, first = standing.state.step, begins_after(config)
+    if not is_whole(place.metrics, steps, first):
         aside = place.metrics.with_name(f"{place.metrics.name}.damaged")
-        fields = repair_event(truncate(place.metrics, steps, aside=aside).problems, aside)
+        fields = repair_event(truncate(place.metrics, steps, aside=aside, begins_after=first).problems, aside)
         append_event(place.events, names.RECORD_REPAIRED, attempt=standing.state.attempt, fields=fields)
         logger.warning("%s", event_in_words(names.RECORD_REPAIRED, fields))
 

@@ -38,6 +38,7 @@ from raytune_fsdp.plan.run_dir import (
     RunDir,
     checkpoints_below,
     checkpoints_of,
+    forked_run,
     is_place_of_exports,
     is_run,
     names_checkpoints,
@@ -82,6 +83,8 @@ def mark_of(config: FinetuneConfig, *, begins: bool = False) -> dict[str, Any] |
     if config.model.path is not None and not is_url(config.model.path) and _is_directory(config.model.path):
         # Both as checkpoints of adapters name it, and as the recipe does.
         named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
+    if (parent := forked_run(config)) is not None:
+        named.add(_of_fork(parent))
     if begins and config.model.init == "pretrained" and config.model.path is not None:
         named |= {entry for _, _, led in _led_by(config.model.path) for entry in led}
     # Where the base was before it moved: older checkpoints name that place.
@@ -125,6 +128,18 @@ def check_places(
     _refuse(str(source), strange)
     if began:
         _check_led(began, chosen)
+
+
+def check_parent(run: Path, parent: Path, *, trusted: bool, base: str) -> None:
+    """Refuse to follow a run to the one of which it is a fork, and that one to where its checkpoints are, unless this
+    user has chosen these places. `base`: see `check_places`."""
+    if not trusted and parent.parent != run.parent:
+        _refuse(str(run), _strange(str(run), {_of_fork(parent)}, _chosen_in(str(run))))
+    check_places(parent, trusted=trusted, base=base)
+
+
+def _of_fork(parent: Path) -> str:
+    return f"fork={parent}"
 
 
 def check_beginning(config: FinetuneConfig, *, trusted: bool) -> None:

@@ -47,6 +47,7 @@ from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, 
 from raytune_fsdp.run.described import started_by
 from raytune_fsdp.run.evaluation.answers import check_prompts
 from raytune_fsdp.run.evaluation.evaluation import metrics_of_run
+from raytune_fsdp.run.forks.parent import entry_of_fork, fork_of
 from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
@@ -93,11 +94,13 @@ def prepare(
     place = check_first(config, world)
     if config.export.push is not None:
         check_push(config.export.push)
-    own, found = own_model_files(config, place), find_resume(place, resume=config.run.resume)
+    fork = fork_of(config)
+    found = find_resume(place, resume=config.run.resume, fork=fork, trusted=trust_places)
+    own = own_model_files(config, place if found.parent is None else found.parent.place)
     directory = own or model_directory(config, begun_with(config, found.state.base))
     hf_config, tokenizer, added = _fitted(config, directory)
     codes = own_code(config, hf_config)
-    adapted = adapted_before(found, place) if isinstance(config.method, AdapterMethod) else None
+    adapted = adapted_before(found) if isinstance(config.method, AdapterMethod) else None
     network = build_network(hf_config, config, added, adapted)
     name_class(hf_config, network)
     describe_head(config, hf_config, network, tokenizer)
@@ -116,6 +119,7 @@ def prepare(
     tasks = open_tasks(config, tokenizer, vocabulary, positions=positions, progress=progress, order=rules)
     check_names(tasks, evals)
     identity = identity_of(config, hf_config, train, codes, code_of_model(config, directory, found))
+    identity |= entry_of_fork(config, found.parent, found.state, identity)
     files_of_data = files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
     check_size(RunState(identity=identity, files=files_of_data))
@@ -144,6 +148,7 @@ def prepare(
         dry=dry,
         mark=None if dry else mark_of(config, begins=begins),
         codes=codes,
+        fork=fork,
         started_by=started_by(),
     )
     prepared = learned_from(config, compared(config, prepared, directory))

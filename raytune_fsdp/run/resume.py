@@ -41,6 +41,8 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.tracker import flatten
 from raytune_fsdp.run.beginning import beginning_of
+from raytune_fsdp.run.forks.changes import FORK, MAY_CHANGE, with_allowed
+from raytune_fsdp.run.forks.parent import Fork, Parent, parent_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,18 +174,27 @@ class Resumed:
     damaged: Damaged
     adapters: Sequence[str] | None = None
     """Without a checkpoint: the `adapted_modules` with which the run has to begin, if they are known."""
+    parent: Parent | None = None
+    """The run whose checkpoint it is, if that is another one: a fork begins."""
 
 
 def find_resume(
-    place: RunDir, *, resume: Literal["auto", "always", "never"], damaged: Damaged | None = None
+    place: RunDir,
+    *,
+    resume: Literal["auto", "always", "never"],
+    damaged: Damaged | None = None,
+    fork: Fork | None = None,
+    trusted: bool = True,
 ) -> Resumed:
     """Return the newest whole checkpoint in the run's directory, following `run.resume`; then call `check_same_run`.
 
-    Only the sizes of tensor files are compared here: the ranks hash them together.
+    Only the sizes of tensor files are compared here: the ranks hash them together. If the run has none, a `fork` begins
+    with one of its parent. `trusted`: that may be followed to places outside of its directory.
     """
     checkpoints = place.checkpoints
+    own: Damaged = {each: problem for each, problem in (damaged or {}).items() if each.root == checkpoints}
     try:
-        found, damaged = newest(checkpoints, hashes=False, damaged=damaged)
+        found, own = newest(checkpoints, hashes=False, damaged=own)
     except OSError as error:
         raise TransientError(
             f"{checkpoints} cannot be read: {error}; check checkpoint.storage, run.storage and their credentials"
@@ -203,6 +214,9 @@ def find_resume(
                 f"run.resume=always, but {checkpoints} has no complete checkpoint: check run.storage and run.name, "
                 "or set run.resume=auto to start from scratch"
             )
+        if fork is not None:
+            parent = parent_of(place, fork, trusted=trusted, damaged=damaged)
+            return Resumed(checkpoint=parent.checkpoint, state=parent.state(), damaged={}, parent=parent)
         state, adapters = beginning_of(place)
         return Resumed(state=state, damaged={}, adapters=adapters)
     if resume == "never":
@@ -210,27 +224,32 @@ def find_resume(
             f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: choose another run.name, "
             "or set run.resume=auto to continue it"
         )
-    return Resumed(checkpoint=found, state=read_state(found), damaged=damaged)
+    return Resumed(checkpoint=found, state=read_state(found), damaged=own)
 
 
 def check_same_run(found: Resumed, identity: Mapping[str, Any], files: Mapping[str, Sequence[str]]) -> None:
-    """Refuse to continue from a checkpoint of another run."""
+    """Refuse to continue from a checkpoint of another run, unless a fork may."""
     if found.checkpoint is not None:
         before = redact_shapes(found.state.identity)
         if isinstance(before.get("method"), dict):
             before["method"] = {key: unordered(key, value) for key, value in before["method"].items()}
-        where = found.checkpoint.path
-        check_identity(before, identity, where, files_before=found.state.files, files_now=files)
+        where, rule = found.checkpoint.path, None
+        if found.parent is not None:
+            if identity[FORK]["digest"] != found.parent.digest:
+                raise TransientError(f"{where} was replaced by another one while this run was prepared; begin again")
+            before = with_allowed(before, identity)
+            rule = f"{where}: {MAY_CHANGE}; set the rest back, or leave run.fork out:"
+        check_identity(before, identity, where, files_before=found.state.files, files_now=files, rule=rule)
 
 
-def adapted_before(found: Resumed, place: RunDir) -> Sequence[str] | None:
+def adapted_before(found: Resumed) -> Sequence[str] | None:
     """Return the modules that have adapters in a run that goes on; None: it begins now, or has none.
 
     A newer version may mean other modules by `all-linear`. All checkpoints of a run have the same ones.
     """
     if found.checkpoint is None:
         return found.adapters or None
-    for each in reversed(committed(place.checkpoints)):
+    for each in reversed(committed(found.checkpoint.root)):
         with suppress(RaytuneError):  # damaged: the ranks look for another one together
             return adapted_modules(CheckpointWeights(each).shapes()) or None
     return None

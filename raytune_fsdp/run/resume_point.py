@@ -33,6 +33,8 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_evaluations, read_events
 from raytune_fsdp.run.evaluation.early_stop import ended_by
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
+from raytune_fsdp.run.forks.parent import Fork, Parent
+from raytune_fsdp.run.forks.pins import pin
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
 from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, TeacherModel
@@ -83,6 +85,8 @@ class RunInputs:
     """The model that the objective compares with; None: it compares with none."""
     teacher: TeacherModel | None = None
     """The model that the objective learns from; None: it learns from none."""
+    fork: Fork | None = None
+    """What the run is a fork of."""
     started_by: Mapping[str, Any] = field(default_factory=dict)
     """The command that trains the run: who started it, where, on which code (described.py)."""
 
@@ -109,6 +113,8 @@ class ResumePoint:
     """Windows that were tokenized while the run was prepared."""
     behind: CommittedCheckpoint | None = None
     """The newest committed checkpoint, if the run continues from a peer copy."""
+    parent: Parent | None = None
+    """The run whose checkpoint it is, if this one begins as its fork."""
 
     @property
     def from_peers(self) -> bool:
@@ -117,8 +123,13 @@ class ResumePoint:
 
     @property
     def commit(self) -> CommittedCheckpoint | None:
-        """The newest checkpoint that outlives the command."""
-        return self.behind if self.from_peers else self.checkpoint
+        """The run's newest checkpoint that outlives the command."""
+        return self.behind if self.from_peers or self.parent is not None else self.checkpoint
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing of the run's own is there to continue from."""
+        return self.checkpoint is None or self.parent is not None
 
     @property
     def steps_left(self) -> range:
@@ -138,7 +149,7 @@ def resume_point_of(
     """Return the resume point of a run that continues from `found` on `world` ranks."""
     plan = resolve(config, world, prepared.census, planned_schedule=found.state.schedule_steps)
     if found.checkpoint is not None:
-        check_extension(config, prepared.place, plan, found.checkpoint, found.state)
+        check_extension(config, prepared.place, plan, found.checkpoint, found.state, found.parent)
     standing = ResumePoint(
         checkpoint=found.checkpoint,
         state=found.state,
@@ -146,6 +157,7 @@ def resume_point_of(
         plan=plan,
         ended_early=_ended_early(config, prepared, found.state.step),
         windows_built=windows_built,
+        parent=found.parent,
     )
     if standing.steps_left:
         return standing
@@ -158,7 +170,7 @@ def look(config: FinetuneConfig, prepared: RunInputs, world: int, damaged: Damag
 
     Checkpoints known to be `damaged` are passed over.
     """
-    found = find_resume(prepared.place, resume="auto", damaged=damaged)
+    found = find_resume(prepared.place, resume="auto", damaged=damaged, fork=prepared.fork)
     check_same_run(found, prepared.identity, prepared.files_of_data)
     return resume_point_of(config, prepared, world, found)
 
@@ -196,7 +208,11 @@ def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: Resu
 
 
 def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
-    """Number the attempt that begins now. This is done as late as possible: another start of the run may be near."""
+    """Number the attempt that begins now. This is done as late as possible: another start of the run may be near.
+
+    What is read next is pinned if it is another run's."""
+    if standing.parent is not None:
+        pin(prepared.place, standing.parent)
     # From events and checkpoints, as either may have been removed: a number used twice could give two checkpoints the
     # same name.
     earlier = [line["attempt"] for line in read_events(prepared.place.events)]

@@ -34,6 +34,7 @@ from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations, steps_after
 from raytune_fsdp.record.names import highest_is_best, score
 from raytune_fsdp.record.tracker import Tracker
+from raytune_fsdp.run.forks.pins import is_pinned
 from raytune_fsdp.run.peers.copies import PeerCopies, open_copies
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.optim.update import Optimizer
@@ -350,6 +351,7 @@ def open_saves(
         asynchronous=config.checkpoint.asynchronous,
         scores={step: value for step, value in scores.items() if value is not None},
         hashes=config.run.exact,
+        pinned=partial(is_pinned, prepared.place),
     )
     return (NothingSaved if prepared.dry else Saves)(
         saver=saver,

@@ -31,8 +31,13 @@ BOUNDS = {"gpt2 fp64": (1e-10, 1e-10), "llama fp64": (1e-8, 1e-6), "llama fp32":
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # without and with biases, with their weights in two orders
 
 
-def plain_loop(values: dict[str, Any], steps: int = STEPS) -> list[tuple[float, float]]:
-    """Loss and gradient norm of the first steps of a loop in plain PyTorch: one process, one global batch at a time."""
+def plain_loop(
+    values: dict[str, Any], steps: int = STEPS, rates: tuple[int, float] | None = None
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the first steps of a loop in plain PyTorch: one process, one global batch at a time.
+
+    `rates`: after this step, another learning rate.
+    """
     import torch.distributed as dist
 
     from raytune_fsdp.run.assemble import assemble
@@ -69,7 +74,7 @@ def plain_loop(values: dict[str, Any], steps: int = STEPS) -> list[tuple[float, 
         progress = (step - 1 - warmup) / (STEPS - warmup)
         factor = step / warmup if step <= warmup else 0.5 * (1 + math.cos(math.pi * progress))
         for group in adamw.param_groups:
-            group["lr"] = optim.lr * factor
+            group["lr"] = (optim.lr if rates is None or step <= rates[0] else rates[1]) * factor
         adamw.step()
         adamw.zero_grad()
         results.append((loss.item(), norm.item()))

@@ -21,6 +21,8 @@ LINES: Mapping[str, set[str]] = {
     "data preview --sam": {"--samples"},
     "data clean --optim.": set(),
     "train --dry": {"--dry-run"},
+    "fork runs/x --unp": {"--unpin"},
+    "fork runs/x --optim.weight": {"--optim.weight_decay"},
     "train --optim.weight": {"--optim.weight_decay"},
     "train --data.train.0.sh": {"--data.train.0.share"},
     "train --parallel.strategy ": {"full_shard", "shard_grad_op", "hybrid_shard", "replicate"},

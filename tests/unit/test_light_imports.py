@@ -45,7 +45,7 @@ ENTRIES: dict[str, tuple[str, int]] = {
 }
 """What each imports of HEAVY, and the most memory in MiB that a process has then: a fifth to a half more than measured
 (12 for the package, 35 with pydantic, 86 with pyarrow, 81 with Ray, 183 with Ray Train)."""
-WITH_PYDANTIC = {"train", "data", "audit", "eval", "step", "watch", "progress", "screen"}
+WITH_PYDANTIC = {"train", "fork", "data", "audit", "eval", "step", "watch", "progress", "screen"}
 COMMANDS = [file.stem for file in (ROOT / "raytune_fsdp" / "cli").glob("[a-z]*.py")]
 
 

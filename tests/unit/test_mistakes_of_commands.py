@@ -76,6 +76,10 @@ COMMANDS = {
     "`raytune-fsdp train` prints it at the end",
     "step away 3": "away is not a run directory: it has no config.yaml; give <run.storage>/<run.name>",
     "audit away": "away is not a run directory: it has no config.yaml; give <run.storage>/<run.name>",
+    "fork away": "away is not a run directory: it has no config.yaml; give <run.storage>/<run.name>",
+    "fork --at 4": "the run comes first: raytune-fsdp fork RUN [arguments] (raytune-fsdp fork --help)",
+    "fork --unpin runs/x": "--unpin runs/x: no run in {here}/runs has a pin of it; name the run that it forked: `fork "
+    "RUN --unpin FORK`",
     "data clean nope": "nope is not a directory; give the cache of a run: data.cache.path, or run.storage/cache",
     # Files that are no configs.
     "plan --config tab.yaml": "config file tab.yaml: line 2: it begins with a tab, and YAML is indented with spaces "
@@ -137,6 +141,7 @@ DATA = {
 }
 
 VALUES = {
+    "--run.fork={run: base, step: 0}": "run.fork.step=0: must be integer >= 1 (from flag --run.fork)",
     "--train.max_steps=ten": "train.max_steps=ten: must be integer >= 1, or null (from flag --train.max_steps)",
     "--optim.lr=-1": "optim.lr=-1: must be number > 0 (from flag --optim.lr)",
     "--parallel.precision=bf61": "parallel.precision=bf61: must be one of bf16, fp32, fp64, fp16, bf16_pure, fp8; "

@@ -29,6 +29,7 @@ from raytune_fsdp.record.copies.mlflow_model import register
 from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT, connect
 from raytune_fsdp.record.goodput import read_goodput
 from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation, append_event, read_events, read_trajectory
+from raytune_fsdp.record.lineage import ForkedFrom
 from raytune_fsdp.record.tracker import Composite, RunStart, UsedData
 from tests.mlflow_server import whole
 from tests.models import add_tokenizer, save_checkpoint
@@ -674,3 +675,16 @@ def test_a_registered_model_is_one_that_mlflow_loads(
     text = found["tokenizer"]("What is it?", return_tensors="pt")
     with torch.no_grad():
         assert torch.equal(found["model"](**text).logits, network.eval()(**text).logits)
+
+
+def test_a_fork_names_its_parent_and_has_its_own_steps(tmp_path: Path, server: FakeServer) -> None:
+    """Through an attempt that ends before its first commit."""
+    parent = ForkedFrom(run="base", path="/runs/base", mlflow_run_id="c0ffee", step=10, digest="0" * 64)
+    start = {"begins_after": 10, "committed": 0, "forked_from": parent}
+    Attempt(tmp_path / "run", start_of(1, 10, **start)).train(11, 15).finish("failed")
+    Attempt(tmp_path / "run", start_of(2, 10, **start)).train(11, 30).finish()
+    run_id = the_run(server)
+    tags = server.runs[run_id].data.tags
+    assert (tags["raytune.fork_of"], tags["raytune.fork_step"]) == ("c0ffee", "10")
+    assert server.values(run_id) == on_record(tmp_path / "run" / "metrics.jsonl")
+    assert {step for _, step in server.values(run_id)} == set(range(11, 31))

@@ -18,7 +18,7 @@ import xxhash
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.untrusted import check_size
 from raytune_fsdp.checkpoint.peers.keeper import Held, Keeper
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, PIECES, Sink, StoredFile, at_once
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, PIECES, Sink, StoredFile, at_once, nobody
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +145,9 @@ class PeerStorage:
         self.remove(name)
         return "nowhere: it was in memory"
 
-    def remove(self, name: str) -> None:
-        self._keepers.drop([name])
+    def remove(self, name: str, needed: Callable[[], bool] = nobody) -> bool:
+        self._keepers.drop([name])  # a copy is its own run's alone
+        return True
 
     def clean(self) -> None:
         """Do nothing: what is unfinished goes with the next copy."""

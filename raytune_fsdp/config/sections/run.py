@@ -11,6 +11,17 @@ from raytune_fsdp.config.rules import Section, local_path, run_name
 MOST_THREADS = 1024
 
 
+class ForkConfig(Section):
+    run: Annotated[str, AfterValidator(local_path)]
+    """Begin where this run was after `step`, with its weights, optimizer state, loss scale and place in the data: its
+    directory, or its name if it is in `run.storage`, too. What may differ from it: `optim` (but `optimizer.type`, `moments`
+    and `groups`), the run's length, and the numbers of the loss. Nothing is copied: that run keeps the checkpoint until
+    `raytune-fsdp fork --unpin`. See docs/sweeps.md."""
+
+    step: int = Field(ge=1)
+    """The step of one of its checkpoints. The first step of this run is the one after it."""
+
+
 class RunConfig(Section):
     name: Annotated[str, AfterValidator(run_name)]
     """Name of the run and of its directory below `run.storage`. Letters, digits, `.`, `_` and `-`; the same name
@@ -43,6 +54,9 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "always"] = "auto"
     """`auto` continues from the newest complete checkpoint, or starts from scratch if there is none; `never` refuses a
     directory that has a checkpoint; `always` refuses one that has none."""
+
+    fork: ForkConfig | None = None
+    """The run is a fork of another one."""
 
     @property
     def repeats_bits(self) -> bool:

@@ -132,7 +132,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
     copies = 0 if prepared.dry else job.config.checkpoint.peer_copies
     peers = peers_of_rank(job.board, copies) if copies else None
     standing = _agree(job, prepared, first, world, peers)
-    if job.config.eval.at_start and not standing.state.step:
+    if job.config.eval.at_start and standing.begins:
         beats.evaluates_first()
     log = RankLog(prepared.place.log(standing.attempt, rank), in_ray=job.in_ray_log)
     try:
@@ -291,7 +291,7 @@ def _batches(
     first.add_done_callback(lambda _: reached("data"))
 
     def first_batch() -> Iterator[StepBatches | None]:
-        if job.config.eval.at_start and not state.step:
+        if job.config.eval.at_start and standing.begins:
             reached("evaluation")  # the evaluation comes before the first batch is asked for
         yield first.result()
         reached("step")

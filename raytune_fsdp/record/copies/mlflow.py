@@ -62,6 +62,8 @@ CURSOR = "raytune_fsdp.sent"
 _ASKED_FOR = "?"
 """Prefix of a token in the file of the run's id: a run with this token was asked for, but its id is not known."""
 _RESUMED_FROM, _COMMIT = "raytune_fsdp.resumed_from", "mlflow.source.git.commit"
+FORK_OF, FORK_STEP = "raytune.fork_of", "raytune.fork_step"
+"""Tags of a fork: the id of its parent's MLflow run (its name, if it has none), and the step after which it began."""
 _MAX_PARAM_CHARS = 6000
 _TRIES_BESIDE = 4
 """Tries for each thing that is not a metric. With three, where every fifth request is lost, one run in fifteen lacked
@@ -248,6 +250,8 @@ class MlflowTracker(Follower):
         tags = {ATTEMPT: str(start.attempt), _RESUMED_FROM: str(start.resumed_from)}
         if start.commit is not None:
             tags[_COMMIT] = start.commit
+        if (parent := start.forked_from) is not None:
+            tags |= {FORK_OF: parent.mlflow_run_id or parent.run, FORK_STEP: str(parent.step)}
         self._others += [
             ("datasets", lambda run: run.add_inputs(start.datasets)),
             ("config", lambda run: run.add_text(config, "config.yaml")),

@@ -30,8 +30,10 @@ from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import CARD_FILE
 from raytune_fsdp.plan.run_dir import METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
 from raytune_fsdp.record.jsonl import each_line_of
+from raytune_fsdp.record.lineage import Lineage
 from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.names import of_calibration, with_perplexity
+from raytune_fsdp.record.report.ancestors import of_lineage
 from raytune_fsdp.record.report.card_scores import of_scores, scores
 from raytune_fsdp.record.report.card_teacher import of_teacher
 
@@ -51,10 +53,12 @@ def recipe_of(
     run_dir: Path,
     parameters: ParameterCount,
     commit: str | None = None,
+    lineage: Lineage | None = None,
 ) -> str:
     """Return what a card will say about the run, as JSON to store next to its config and tokenizer.
 
-    `config` must have no secrets. `commit`: the hub's commit of the model that the run began with.
+    `config` must have no secrets. `commit`: the hub's commit of the model that the run began with. `lineage`: of a
+    fork.
     """
     chosen = {section: config[section] for section in RECIPE if config.get(section) is not None}
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
@@ -72,6 +76,7 @@ def recipe_of(
         "model_commit": commit if on_hub else None,
         "parameters": asdict(parameters),
         "config": chosen,
+        **({} if lineage is None else {"lineage": list(map(asdict, lineage.forks))}),
     }
     return json.dumps(recipe, indent=1)
 
@@ -118,7 +123,7 @@ def model_card(
         logger.warning("the model card has no results: %s", in_one_line(error))
     if results:
         parts += ["", "## Results", "", "| | |", "|---|---|", *results]
-    parts += list(of_teacher(recipe, run_dir))
+    parts += [*of_lineage(recipe), *of_teacher(recipe, run_dir)]
     parts += ["", "## Data", "", *_data(config, state)]
     if config:
         shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()

@@ -23,6 +23,7 @@ from raytune_fsdp.plan.run_dir import (
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, raw_steps
 from raytune_fsdp.record.lines import DIGESTS, read_line
+from raytune_fsdp.record.report.ancestors import relation
 from raytune_fsdp.record.report.history import check_run, config_of, json_map
 from raytune_fsdp.record.report.surroundings import newest_checkpoint
 from raytune_fsdp.record.tracker import flatten
@@ -99,6 +100,8 @@ class Difference:
     """The likeliest first. Empty if nothing on record differs."""
     unknown: tuple[str, ...]
     """What could not be compared, in sentences."""
+    related: tuple[str, ...] = ()
+    """By which forks one comes from the other, or both from a third run, in sentences."""
 
     @property
     def words(self) -> str:
@@ -121,11 +124,12 @@ def difference(run_a: Path, run_b: Path) -> Difference:
         check_run(run)
     records = raw_steps(run_a / METRICS_FILE), raw_steps(run_b / METRICS_FILE)
     equal, lines, alone = _first_difference(*records, lambda raw: raw)
+    related = tuple(relation(run_a.absolute(), run_b.absolute()))
     unknown = [f"{alone:,} step(s) in between are on one record only, and were not compared."] if alone else []
     if lines is None:
         return Difference(
             equal=equal, step=None, keys={}, rounding=False, exact_step=None, exact_keys={}, causes=(),
-            unknown=tuple(unknown),
+            unknown=tuple(unknown), related=related,
         )  # fmt: skip
     keys = _differing(lines)
     near = all(math.isclose(*pair, rel_tol=ROUNDING) for key, pair in keys.items() if key in _NUMBERS)
@@ -147,6 +151,7 @@ def difference(run_a: Path, run_b: Path) -> Difference:
         exact_keys=exact_keys,
         causes=tuple(causes),
         unknown=tuple(unknown),
+        related=related,
     )
 
 
@@ -247,7 +252,7 @@ def _causes(a: _Facts, b: _Facts, lines: tuple[Line, Line]) -> Iterator[Cause]:
     of_config = _DECIDING
     if a.state is not None and b.state is not None:  # identities have all that decides a trajectory: content, not paths
         of_config = _FIRST_WEIGHTS
-        for key in sorted({*a.state.identity, *b.state.identity}):
+        for key in sorted({*a.state.identity, *b.state.identity} - {"run.fork"}):  # what it changed is there, too
             one, other = a.state.identity.get(key), b.state.identity.get(key)
             kind = "data" if key.startswith("data.") else "config"
             if one != other and key in a.state.files and key in b.state.files:

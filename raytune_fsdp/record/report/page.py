@@ -26,7 +26,7 @@ from raytune_fsdp.base.errors import UserError, in_one_line
 from raytune_fsdp.base.untrusted import read_file
 from raytune_fsdp.config.text import dump
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, curve_of, report_of
-from raytune_fsdp.record.report import facts, surroundings
+from raytune_fsdp.record.report import ancestors, facts, surroundings
 from raytune_fsdp.record.report.charts import charts_of
 from raytune_fsdp.record.report.curves import can_draw, plot
 from raytune_fsdp.record.report.difference import difference
@@ -163,6 +163,7 @@ def _of_one(history: History, stands: tuple[str, str], drawn: dict[str, Any]) ->
         "config": dump(history.config) if len(repr(history.config)) <= _CONFIG else f"It is long: see {CONFIG_FILE}.",
         "time": surroundings.time_of(history),
         "starts": surroundings.starts(history),
+        "chain": ancestors.rows_of_chain(history.path),
         "audits": surroundings.audits(history),
         "machines": surroundings.machines(history),
         "places": list(surroundings.places(history)),
@@ -215,7 +216,7 @@ def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
         "words": found.words,
         "pairs": [(key, *map(facts.shown_value, values)) for key, values in found.keys.items()],
         "causes": [cause.words for cause in found.causes[:_MOST_CAUSES]],
-        "unknown": found.unknown,
+        "unknown": [*found.unknown, *found.related],
     }
 
 

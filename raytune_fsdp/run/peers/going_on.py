@@ -33,9 +33,7 @@ def with_peers(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoin
         except RaytuneError as error:
             logger.warning("the peer copy of step %d is not used: %s", found.step, in_one_line(error))
             continue
-        return replace(
-            again, attempt=standing.attempt, windows_built=standing.windows_built, behind=standing.checkpoint
-        )
+        return replace(again, attempt=standing.attempt, windows_built=standing.windows_built, behind=standing.commit)
     return standing
 
 

@@ -15,9 +15,10 @@ from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.model.adapters.attach import adapted_modules
-from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir
 from raytune_fsdp.run.beginning import put_beginning
 from raytune_fsdp.run.length import plan_on_record
+from raytune_fsdp.tools.audit.chain import is_fork
 from raytune_fsdp.tools.audit.comparison import Audit, compare
 from raytune_fsdp.tools.audit.repeat import repeat_of
 from raytune_fsdp.tools.audit.segment import Segment, copied_checkpoint, steps_of
@@ -50,11 +51,14 @@ def audit(
         return found
     # Take both checkpoints: the run may go on meanwhile, and prune them.
     after = None if segment.after is None else copied_checkpoint(segment.after, directory / "audited")
-    repeat = repeat_of(config, place, replace(segment, after=after), directory, use_cache=use_cache)
+    # What the segment begins with, in the repetition or in its parent.
+    home = directory / "audited" / "parent" if is_fork(segment, place) else None
+    repeat = repeat_of(config, place, replace(segment, after=after), directory, use_cache=use_cache, parent=home)
     again = RunDir.of(repeat)
-    before = None if segment.before is None else copied_checkpoint(segment.before, Path(again.checkpoints))
+    begun = again if home is None else RunDir(home, str(home / CHECKPOINTS))
+    before = None if segment.before is None else copied_checkpoint(segment.before, Path(begun.checkpoints))
     if before is not None:  # without the run's plan, these steps would count as more than the run was to have
-        replace_durably(again.plan, json.dumps(asdict(plan_on_record(place))))
+        replace_durably(begun.plan, json.dumps(asdict(plan_on_record(place))))
     found.segment = replace(segment, before=before, after=after)
     if before is None and (kept := committed(place.checkpoints)):  # otherwise `before` says how the run was begun
         put_beginning(again, read_state(kept[-1]), adapted_modules(CheckpointWeights(kept[-1]).shapes()))

@@ -17,20 +17,34 @@ from raytune_fsdp.tools.audit.segment import Segment
 
 
 def repeat_of(
-    config: FinetuneConfig, place: RunDir, segment: Segment, directory: Path, *, use_cache: bool
+    config: FinetuneConfig,
+    place: RunDir,
+    segment: Segment,
+    directory: Path,
+    *,
+    use_cache: bool,
+    parent: Path | None = None,
 ) -> FinetuneConfig:
-    """Return the config of the run that trains the segment again: the same trajectory, without evaluations and such."""
+    """Return the config of the run that trains the segment again: the same trajectory, without evaluations and such.
+
+    `parent`: where a copy of the checkpoint is with which the run began as a fork, if the segment begins there.
+    """
     plan = plan_on_record(place)
     # The length of the schedule in the segment, which later attempts may have changed.
-    lengths = [read_state(each).schedule_steps for each in (segment.before, segment.after) if each is not None]
+    # A fork may have begun with another one than its parent had.
+    ends = (None if parent is not None else segment.before, segment.after)
+    lengths = [read_state(each).schedule_steps for each in ends if each is not None]
     if len(set(lengths)) > 1:
         raise ConfigError(
             f"optim.schedule_steps was {lengths[0]} at step {segment.first} and {lengths[1]} at step {segment.last}: "
             "audit the steps before and after that change apart"
         )
     schedule = lengths[0] if lengths else config.optim.schedule_steps
+    fork = config.run.fork
+    if fork is not None and parent is not None:
+        fork = fork.model_copy(update={"run": str(parent)})
     sections: dict[str, Any] = {
-        "run": {"storage": str(directory), "resume": "auto"},
+        "run": {"storage": str(directory), "resume": "auto", "fork": fork},
         "data": {
             # The run's own cache has what the run was trained on, whatever the rows of its data are now.
             "cache": config.data.cache.model_copy(

@@ -34,8 +34,11 @@ class Segment:
     """The checkpoint of `last`; None: it has not been kept, so only the record is compared."""
 
 
-def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segment:
-    """Choose the segment between two kept checkpoints; by default between the two newest."""
+def choose_segment(place: RunDir, first: int | None, last: int | None, begins_after: int = 0) -> Segment:
+    """Choose the segment between two kept checkpoints; by default between the two newest.
+
+    `begins_after`: the step of the checkpoint with which a fork began. A segment that begins there has no `before` yet.
+    """
     if is_url(place.checkpoints):
         raise ConfigError(
             f"{place.checkpoints} is in an object store, and an audit reads checkpoints from a file system: copy those "
@@ -45,9 +48,11 @@ def choose_segment(place: RunDir, first: int | None, last: int | None) -> Segmen
     there = ", ".join(map(str, sorted(kept))) or "none"
     lasting = [step for step, found in kept.items() if found.lasting]  # the others are at steps chosen by the clock
     last = max(lasting, default=0) if last is None else last
-    first = max((step for step in lasting if step < last), default=0) if first is None else first
-    if first and first not in kept:
-        raise ConfigError(f"--from {first}: {place.checkpoints} has no checkpoint of that step; it has {there}, or 0")
+    first = max((step for step in lasting if step < last), default=begins_after) if first is None else first
+    if first != begins_after and first not in kept:
+        raise ConfigError(
+            f"--from {first}: {place.checkpoints} has no checkpoint of that step; it has {there}, or {begins_after}"
+        )
     if not first < last:
         raise ConfigError(f"--from {first} --to {last}: a segment has at least one step; kept checkpoints: {there}")
     reached = max((step_of(line) for line in each_line(place.metrics) if line and line["kind"] == "step"), default=0)

@@ -19,7 +19,8 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
     asked = config.optim.schedule_steps or config.train.max_steps or STEPS
     schedule = max(asked, config.optim.warmup_steps or 0, STEPS)
     sections: dict[str, Any] = {
-        "run": {"storage": str(directory), "resume": "auto"},
+        # A fork takes as much memory and time as a run that begins with other numbers.
+        "run": {"storage": str(directory), "resume": "auto", "fork": None},
         "data": {
             "cache": config.data.cache.model_copy(update={"path": str(directory / "cache")}),
             **({} if config.data.eval_decides_training else {"eval": []}),

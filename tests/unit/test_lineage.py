@@ -1,0 +1,253 @@
+"""What a fork may change, what keeps its checkpoint, and what is on record of where it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, remove_unpinned
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, PosixStorage
+from raytune_fsdp.cli.main import main
+from raytune_fsdp.config.load import load_config
+from raytune_fsdp.plan.identity import check_identity
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record.lineage import ForkedFrom, Lineage, put_lineage, read_lineage
+from raytune_fsdp.record.lines import step_lines, to_bytes
+from raytune_fsdp.record.repair import is_whole, truncate
+from raytune_fsdp.record.report.ancestors import of_lineage, relation
+from raytune_fsdp.run.forks.changes import allowed_changes, with_allowed
+from raytune_fsdp.run.forks.parent import Parent
+from raytune_fsdp.run.forks.pins import is_pinned, pin, pin_name, pins_of, unpin
+from tests.unit.fake_mlflow import step
+
+IDENTITY: dict[str, Any] = {
+    "optim.lr": 1e-3, "optim.schedule": {"type": "cosine", "floor": 0.0}, "optim.max_grad_norm": 1.0,
+    "train.global_batch": 8, "train.objective": {"type": "dpo", "beta": 0.1, "sft": {"weight": 0.0, "over": "all"}},
+    "run.seed": 0, "run.fork": {"step": 2, "digest": "0" * 64, "changed": []},
+}  # fmt: skip
+SGD = {"optim.optimizer": {"type": "sgd", "momentum": 0.9, "nesterov": False}}
+SLOWER = {**SGD["optim.optimizer"], "momentum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "changed"),
+    [
+        ({}, {"optim.lr": 1e-4}, {"optim.lr": (1e-3, 1e-4)}),
+        ({}, {"optim.max_grad_norm": None}, {"optim.max_grad_norm": (1.0, None)}),
+        (
+            {},
+            {"optim.schedule": {"type": "constant"}},
+            {"optim.schedule.type": ("cosine", "constant"), "optim.schedule.floor": (0.0, None)},
+        ),
+        ({}, {"train.z_loss": 1e-4}, {"train.z_loss": (None, 1e-4)}),
+        (
+            {},
+            {"train.objective": {"type": "dpo", "beta": 0.2, "sft": {"weight": 1.0, "over": "all"}}},
+            {"train.objective.beta": (0.1, 0.2), "train.objective.sft.weight": (0.0, 1.0)},
+        ),
+        (SGD, {"optim.optimizer": SLOWER}, {"optim.optimizer.momentum": (0.9, 0.5)}),
+        ({"optim.groups": []}, {"optim.groups": []}, {}),
+    ],
+)  # fmt: skip
+def test_what_may_change(before: dict[str, Any], now: dict[str, Any], changed: dict[str, Any]) -> None:
+    old, new = {**IDENTITY, **before}, {**IDENTITY, **before, **now, "run.fork": {"step": 9}}
+    assert allowed_changes(old, new) == changed
+    assert with_allowed(old, new) == new
+    check_identity(with_allowed(old, new), new, "base", files_before={}, files_now={})
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ({}, {"train.global_batch": 16}, "train.global_batch"),
+        ({}, {"run.seed": 1}, "run.seed"),
+        ({}, {"train.objective": {**IDENTITY["train.objective"], "type": "ipo"}}, "train.objective.type"),
+        ({}, {"train.objective": {"type": "dpo", "beta": 0.1, "sft": {"weight": 0.0, "over": "answer"}}}, "sft.over"),
+        ({}, {"optim.groups": [{"match": "x"}]}, "optim.groups"),
+        ({}, SGD, "optim.optimizer"),
+        ({}, {"optim.optimizer": {"type": "adamw", "moments": "8bit"}}, "optim.optimizer"),
+        (SGD, {"optim.optimizer": {**SGD["optim.optimizer"], "momentum": 0.0}}, "optim.optimizer.momentum"),
+        ({}, {"train.neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha"),
+    ],
+)
+def test_what_may_not(before: dict[str, Any], now: dict[str, Any], named: str) -> None:
+    """It is the only thing that is named, although a rate has changed, too."""
+    old, new = {**IDENTITY, **before}, {**IDENTITY, **before, **now, "optim.lr": 1e-5}
+    with pytest.raises(ResumeError) as failure:
+        check_identity(with_allowed(old, new), new, "base", files_before={}, files_now={}, rule="no:")
+    assert len(failure.value.args) == 2 and named in failure.value.args[1]
+
+
+# ---- pins ----
+
+
+def _committed(root: Path, *steps: int) -> RunDir:
+    for number in steps:
+        directory = root / "base" / "checkpoints" / f"step-{number:08d}.a1"
+        directory.mkdir(parents=True)
+        (directory / MANIFEST_FILE).write_text("{}")
+    return RunDir(root / "base", str(root / "base" / "checkpoints"))
+
+
+def _parent(place: RunDir, step: int) -> Parent:
+    return Parent(place=place, checkpoint=CommittedCheckpoint(step, 1, place.checkpoints), digest="0" * 64)
+
+
+def _child(root: Path) -> RunDir:
+    return RunDir(root / "child", str(root / "child" / "checkpoints"))
+
+
+def test_a_pin_that_comes_while_its_checkpoint_is_removed_brings_it_back(tmp_path: Path) -> None:
+    """The fork looks a moment later, and finds it."""
+    place = _committed(tmp_path, 2, 4)
+    asked: list[str] = []
+
+    def pinned(name: str) -> bool:
+        asked.append(name)
+        if len(asked) == 2:  # hidden by now
+            assert committed(place.checkpoints) == [_parent(place, 4).checkpoint]
+            (place.pins).mkdir()
+            values = {"format": 1, "child": "x", "checkpoint": name}
+            (place.pins / f"{pin_name(Path('/x'))}.json").write_text(json.dumps(values))
+        return is_pinned(place, name)
+
+    assert not remove_unpinned(PosixStorage(place.checkpoints), "step-00000002.a1", pinned)
+    pin(_child(tmp_path), _parent(place, 2))
+    assert [each.step for each in committed(place.checkpoints)] == [2, 4] and len(asked) == 2
+    assert remove_unpinned(PosixStorage(place.checkpoints), "step-00000004.a1", lambda name: is_pinned(place, name))
+    assert [each.step for each in committed(place.checkpoints)] == [2]
+
+
+def test_a_pin_that_comes_too_late_is_taken_back_and_its_fork_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytune_fsdp.run.forks.pins._LOOK_SECONDS", 0.0)
+    place = _committed(tmp_path, 2, 4)
+    PosixStorage(place.checkpoints).remove("step-00000002.a1")
+    with pytest.raises(ResumeError, match=r"step-00000002.a1 was pruned while .*base has those of steps 4 \(older"):
+        pin(_child(tmp_path), _parent(place, 2))
+    assert list(pins_of(place.path)) == []
+
+
+def test_a_pin_is_taken_from_a_fork_by_its_path(tmp_path: Path) -> None:
+    place = _committed(tmp_path, 2, 4)
+    child = _child(tmp_path)
+    pin(child, _parent(place, 2))
+    pin(child, _parent(place, 4))  # begun anew elsewhere: a fork has one pin
+    assert [(each.child, each.checkpoint) for each in pins_of(place.path)] == [(str(child.path), "step-00000004.a1")]
+    assert unpin(place.path, pin_name(tmp_path / "other")) is None
+    assert unpin(place.path, pin_name(child.path)) == place.pins / f"{pin_name(child.path)}.json"
+    assert not is_pinned(place, "step-00000004.a1")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 2}', '{"format": 1, "child": "x", "checkpoint": "../y"}'])
+def test_a_pin_that_cannot_be_read_keeps_everything(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = _committed(tmp_path, 2)
+    place.pins.mkdir()
+    (place.pins / "x.json").write_text(content)
+    assert is_pinned(place, "step-00000002.a1") and "so none is pruned: remove it" in caplog.text
+    assert list(pins_of(place.path)) == []
+
+
+# ---- the record ----
+
+
+LINK = ForkedFrom(
+    run="base", path="/runs/base", mlflow_run_id="a1", step=400, digest="0" * 64, changed={"optim.lr": [1e-3, 1e-4]}
+)
+
+
+def test_a_lineage_is_read_as_it_was_written(tmp_path: Path) -> None:
+    put_lineage(tmp_path, Lineage(forks=[LINK]))
+    assert read_lineage(tmp_path) == Lineage(forks=[LINK]) and read_lineage(tmp_path / "nothing") is None
+    assert LINK.words == "base after step 400, with optim.lr 0.001 -> 0.0001"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"run": "../base"}, {"path": "a\nb"}, {"path": ""}, {"step": 0}, {"step": True}, {"digest": "x"},
+        {"mlflow_run_id": 3}, {"changed": {"a": 1}}, {"changed": {"a": [1, 2, 3]}}, {"more": 1},
+    ],
+)  # fmt: skip
+def test_a_lineage_of_a_stranger_is_refused(tmp_path: Path, wrong: Mapping[str, Any]) -> None:
+    (tmp_path / "lineage.json").write_text(json.dumps({"format": 1, "forks": [{**asdict(LINK), **wrong}]}))
+    with pytest.raises(ResumeError, match="does not say from which run this one comes .it has the fork"):
+        read_lineage(tmp_path)
+
+
+def test_cards_and_comparisons_say_where_a_run_comes_from(tmp_path: Path) -> None:
+    evil = ForkedFrom(run="a|b<x>", path="/a", mlflow_run_id=None, step=2, digest="1" * 64)
+    said = "\n".join(of_lineage({"lineage": [asdict(evil), asdict(LINK)]}))
+    assert "| base | 400 | optim.lr 0.001 -&gt; 0.0001 | `0000" in said and "| a\\|b&lt;x&gt; | 2 | nothing |" in said
+    assert list(of_lineage({})) == [] and list(of_lineage({"lineage": "x"})) == []
+    root = ForkedFrom(run="root", path=str(tmp_path / "root"), mlflow_run_id=None, step=10, digest="2" * 64)
+    for name in ("one", "two", "root"):
+        (tmp_path / name).mkdir()
+    for name in ("one", "two"):
+        put_lineage(tmp_path / name, Lineage(forks=[root]))
+    assert relation(tmp_path / "one", tmp_path / "two")[0] == (
+        "one and two both come from root, of which they have the steps up to 10."
+    )
+    assert relation(tmp_path / "root", tmp_path / "one") == [
+        "one is a fork of root after step 10, with nothing changed."
+    ]
+
+
+def _record(path: Path, *steps: int) -> None:
+    path.write_bytes(b"".join(map(to_bytes, step_lines([step(number) for number in steps], 1, 1))))
+
+
+def test_the_record_of_a_fork_begins_after_its_parent_s_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _record(path, 5, 6, 7, 8)
+    assert is_whole(path, 7, 4) and not is_whole(path, 7) and not is_whole(path, 7, 5)
+    assert truncate(path, 7, aside=tmp_path / "aside", begins_after=4).problems == ()
+    assert is_whole(path, 7, 4)
+    _record(path, 4, 6, 7)
+    problems = truncate(path, 7, aside=tmp_path / "aside", begins_after=4).problems
+    assert problems == ("the lines of step 5 are missing, and lost",)
+    assert truncate(path, 4, aside=tmp_path / "aside", begins_after=4).problems == () and not path.read_text()
+
+
+# ---- the command ----
+
+
+def test_a_fork_s_config_is_its_parent_s_but_for_the_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _committed(tmp_path, 2, 4)
+    base = tmp_path / "base"
+    base.joinpath("config.yaml").write_text(
+        "run: {name: old, storage: elsewhere, fork: {run: root, step: 1}, resume: always}\nmodel: {path: m}\n"
+        "data: {train: [{path: rows.jsonl}], seq_len: 8}\ntrain: {global_batch: 2, max_steps: 9}\n"
+        "export: {push: a/b}\n"
+    )
+    trusted = "--trust-places"
+    assert main(["fork", "base", "--at", "4", "--print", trusted, "--optim.lr", "1e-5"]) == 0
+    (tmp_path / "fork.yaml").write_text(capsys.readouterr().out)
+    config = load_config(tmp_path / "fork.yaml")
+    assert config.run.fork is not None and (config.run.fork.run, config.run.fork.step) == ("base", 4)
+    assert (config.run.name, config.run.storage, config.run.resume) == ("base-at-4", str(tmp_path), "auto")
+    assert config.optim.lr == 1e-5 and config.train.max_steps == 9 and config.export.push is None
+    assert main(["fork", "base", "--at=2", "--name=x", "--print", trusted, "--run.storage=other"]) == 0
+    (tmp_path / "fork.yaml").write_text(capsys.readouterr().out)
+    config = load_config(tmp_path / "fork.yaml")
+    assert config.run.fork is not None and config.run.fork.run == str(base)
+    assert (config.run.name, config.run.storage) == ("x", "other")
+    for arguments, words in (
+        (["base"], "missing: --at STEP; "),
+        (["base", "--at", "4"], "names places outside of it that you have not chosen"),
+        (["base", "--unpin", "x", "--at", "4"], "removes a pin, and nothing else"),
+    ):
+        assert main(["fork", *arguments]) == 2
+        assert words in capsys.readouterr().err
