@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from raytune_fsdp.base.errors import ResumeError, TransientError
+from raytune_fsdp.base.untrusted import reason
 from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import check_files
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, Storage, directory_name, parse_directory_name
+from raytune_fsdp.checkpoint.manifest import check_files, read_manifest
+from raytune_fsdp.checkpoint.storage import MANIFEST_BYTES, MANIFEST_FILE, Storage, directory_name, parse_directory_name
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,17 @@ def committed(root: str) -> list[CommittedCheckpoint]:
 def _at(found: tuple[int, int, bool], root: str) -> CommittedCheckpoint:
     step, attempt, lasting = found
     return CommittedCheckpoint(step, attempt, root, lasting)
+
+
+def digest_of(found: CommittedCheckpoint) -> str:
+    """Return the digest of a checkpoint's numbers, if its ranks have computed one, else that of its manifest, which has
+    the hashes of all its files."""
+    storage = storage_at(found.root)
+    try:
+        known = read_manifest(storage, found.name).digest.get("everything")
+        return known or hashlib.sha256(storage.read(found.name, MANIFEST_FILE, MANIFEST_BYTES)).hexdigest()
+    except ValueError as error:
+        raise ResumeError(f"{found.path}/{MANIFEST_FILE} is not a manifest: {reason(error)}") from error
 
 
 Damaged = Mapping[CommittedCheckpoint, str]

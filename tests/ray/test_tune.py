@@ -330,3 +330,33 @@ def test_a_restored_sweep_sees_every_value(
     assert [*storage.glob("run-*")] == [run], "the same trial, the same run"
     alone = measured(tmp_path, 100, train={**SHORT, "max_steps": 600}, run={"name": "alone"})
     assert read_trajectory(run / "metrics.jsonl") == trajectory(alone, 1)
+
+
+@pytest.mark.slow
+def test_a_trial_that_takes_over_another_one_is_a_fork(tmp_path: Path, cluster: None, no_driver_left: None) -> None:
+    """Population-based training of two: at step 20 the worse one goes on as the better one was, with another rate."""
+    from ray.tune.schedulers import PopulationBasedTraining
+
+    config = measured(
+        tmp_path, 20, train={**SHORT, "max_steps": 40}, optim={"warmup_ratio": 0.0},
+        checkpoint={"every": 20, "keep_last": None},
+    )  # fmt: skip
+    scheduler = PopulationBasedTraining(
+        time_attr="step", perturbation_interval=20, synch=True, quantile_fraction=0.5,
+        hyperparam_mutations={"optim.lr": [3e-3, 3e-1]}, resample_probability=0.0,
+    )  # fmt: skip
+    results, told = fit(tmp_path, config, scheduler, max_concurrent_trials=2)
+    assert not results.errors
+    (child,) = [Path(run) for run in told if (Path(run) / "lineage.json").exists()]
+    better, worse = sorted((Path(run) for run in told if run != str(child)), key=lambda run: on_record(str(run))[20])
+    assert child.name.startswith(f"{worse.name}-"), "a run of the worse trial's own"
+    (link,) = json.loads((child / "lineage.json").read_text())["forks"]
+    assert (link["run"], link["step"]) == (better.name, 20)
+    (reference,) = {
+        each["digest"]
+        for each in map(json.loads, (file.read_text() for file in (tmp_path / "tune").rglob("run.json")))
+        if (each["run"], each["step"]) == (better.name, 20)
+    }
+    assert link["digest"] == reference
+    assert [row["step"] for row in read_trajectory(child / "metrics.jsonl")] == [*range(21, 41)]
+    assert [step for step, _ in told[str(child)]] == [40] and [step for step, _ in told[str(better)]] == [20, 40]

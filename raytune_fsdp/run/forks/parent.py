@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import ResumeError, TransientError
-from raytune_fsdp.base.untrusted import reason
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
-from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import read_manifest
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, digest_of, verify
 from raytune_fsdp.checkpoint.state import RunState, read_state
-from raytune_fsdp.checkpoint.storage import MANIFEST_BYTES, MANIFEST_FILE
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, forked_run
 from raytune_fsdp.record.lineage import ForkedFrom, read_lineage
@@ -83,7 +78,7 @@ def parent_of(child: RunDir, fork: Fork, *, trusted: bool, damaged: Damaged | No
             raise ResumeError(f"{named}: {found.path} is damaged: {problem}; {steps_there(place)}")
         lineage = read_lineage(path)
         chain = () if lineage is None else tuple(lineage.forks)
-        return Parent(place=place, checkpoint=found, digest=_digest_of(found), chain=chain)
+        return Parent(place=place, checkpoint=found, digest=digest_of(found), chain=chain)
     except OSError as error:
         raise TransientError(
             f"{named}: {place.checkpoints} cannot be read: {error}; try again when the storage answers"
@@ -98,15 +93,6 @@ def steps_there(place: RunDir) -> str:
     first = f"{len(steps) - _MOST_NAMED} more, and " if len(steps) > _MOST_NAMED else ""
     few = " (older ones are pruned: checkpoint.keep_last and keep_every say which)"
     return f"{place.path} has those of steps {first}{', '.join(map(str, steps[-_MOST_NAMED:]))}{few}"
-
-
-def _digest_of(checkpoint: CommittedCheckpoint) -> str:
-    storage = storage_at(checkpoint.root)
-    try:
-        known = read_manifest(storage, checkpoint.name).digest.get("everything")
-        return known or hashlib.sha256(storage.read(checkpoint.name, MANIFEST_FILE, MANIFEST_BYTES)).hexdigest()
-    except ValueError as error:
-        raise ResumeError(f"{checkpoint.path}/{MANIFEST_FILE} is not a manifest: {reason(error)}") from error
 
 
 def entry_of_fork(

@@ -11,10 +11,6 @@ from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError, ResumeError
 from raytune_fsdp.base.untrusted import check_format, is_count, is_file_name, read_json, reason, shown
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
-from raytune_fsdp.checkpoint.location import storage_at
-from raytune_fsdp.checkpoint.manifest import read_manifest
-from raytune_fsdp.checkpoint.storage import MANIFEST_BYTES, MANIFEST_FILE
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 
@@ -110,10 +106,3 @@ def _written(value: Any) -> str:
 
 def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def digest_of(found: CommittedCheckpoint) -> str:
-    """Return the digest of a checkpoint's numbers; if it has none, of its manifest, with the hashes of its files."""
-    storage = storage_at(found.root)
-    known = read_manifest(storage, found.name).digest.get("everything")
-    return known or hashlib.sha256(storage.read(found.name, MANIFEST_FILE, MANIFEST_BYTES)).hexdigest()

@@ -23,7 +23,7 @@ import raytune_fsdp
 from raytune_fsdp.base.durable import make_private
 from raytune_fsdp.base.errors import RaytuneError, ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import is_count, read_json
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, digest_of
 from raytune_fsdp.checkpoint.on_demand import Asking, StopRequest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.notices import STOP_SECONDS as STOP_SECONDS_VARIABLE
@@ -35,7 +35,7 @@ from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.report.overview import steps_of
 from raytune_fsdp.record.tail import RecordFollower
 from raytune_fsdp.tune.ray_tune.driven import STOP_SECONDS, RunDriver
-from raytune_fsdp.tune.ray_tune.reference import TrialReference, config_of, digest_of, forked, hash_of, with_run
+from raytune_fsdp.tune.ray_tune.reference import TrialReference, config_of, forked, hash_of, with_run
 
 DRIVER_MEMORY = 1 << 30
 """What a trial asks Tune for: the memory of its actor and of the process that drives its run. No CPU: the ranks ask for
