@@ -208,11 +208,9 @@ def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: Resu
 
 
 def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
-    """Number the attempt that begins now. This is done as late as possible: another start of the run may be near.
-
-    What is read next is pinned if it is another run's."""
+    """Number the attempt that begins now. This is done as late as possible: another start of the run may be near."""
     if standing.parent is not None:
-        pin(prepared.place, standing.parent)
+        pin(prepared.place, standing.parent)  # before it is read
     # From events and checkpoints, as either may have been removed: a number used twice could give two checkpoints the
     # same name.
     earlier = [line["attempt"] for line in read_events(prepared.place.events)]
