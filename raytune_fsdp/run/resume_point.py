@@ -220,12 +220,9 @@ def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: Resu
 
 
 def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
-    """Number the attempt that begins now, as late as possible: another start of the run may be near.
-
-    What is read next is pinned if it is another run's.
-    """
+    """Number the attempt that begins now, as late as possible: another start of the run may be near."""
     if standing.parent is not None:
-        pin(prepared.place, standing.parent)
+        pin(prepared.place, standing.parent)  # before it is read
     return replace(standing, attempt=next_attempt(prepared.place))
 
 
