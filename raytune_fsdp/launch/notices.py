@@ -12,7 +12,9 @@ STOP_SECONDS = "RAYTUNE_FSDP_STOP_SECONDS"
 """Environment variable: the seconds between a scheduler's signal and the end. Only the author of the scheduler's script
 knows them."""
 
-_IN_A_JOB, _IN_A_POD = "RAY_JOB_CONFIG_JSON_ENV_VAR", "KUBERNETES_SERVICE_HOST"
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray's variable with the config of a job, in the job alone. It is really called so."""
+_IN_A_POD = "KUBERNETES_SERVICE_HOST"
 _JOB_STOP = ("RAY_JOB_STOP_WAIT_TIME_S", 3.0)
 _DRAIN = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 30.0)
 """Ray's variables, with Ray's defaults (tests/unit/test_notices.py compares them with Ray)."""
@@ -23,7 +25,7 @@ def notices_of(cluster: ClusterConfig, environment: Mapping[str, str], *, ray: b
     found = dict[str, float]()
     if ray and cluster.spot_notice != "none":
         found["spot"] = SPOT_NOTICE_SECONDS[cluster.spot_notice]
-    if ray and _IN_A_JOB in environment:
+    if ray and JOB_CONFIG in environment:
         found["job_stop"] = _number(environment, *_JOB_STOP)
     if STOP_SECONDS in environment:
         found["scheduler"] = _number(environment, STOP_SECONDS, 0.0)

@@ -19,6 +19,7 @@ import pytest
 
 import raytune_fsdp
 from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked import templates
 from raytune_fsdp.launch.ray.forked.process import LAUNCHER, SOCKET, difference, of_process
 
@@ -344,7 +345,7 @@ def test_variables_that_count() -> None:
 @pytest.mark.parametrize(
     "env",
     [
-        {"RAY_JOB_CONFIG_JSON": json.dumps({"runtime_env": {"pip": ["x"]}})},
+        {JOB_CONFIG: json.dumps({"runtime_env": {"pip": ["x"]}})},
         {"RAY_RUNTIME_ENV_HOOK": "a.hook"},
         {"RAYTUNE_FSDP_VERBOSE": "1"},
     ],

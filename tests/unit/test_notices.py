@@ -62,7 +62,7 @@ def test_the_defaults_and_names_are_rays() -> None:
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
     from ray.dashboard.modules.job import job_supervisor
 
-    assert notices._IN_A_JOB == RAY_JOB_CONFIG_JSON_ENV_VAR
+    assert notices.JOB_CONFIG == RAY_JOB_CONFIG_JSON_ENV_VAR
     variable, seconds = notices._DRAIN
     assert seconds == getattr(ray_constants, variable)
     variable, seconds = notices._JOB_STOP

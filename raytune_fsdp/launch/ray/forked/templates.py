@@ -24,6 +24,7 @@ import raytune_fsdp
 from raytune_fsdp.base.hushed import is_verbose
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked.messages import send
 from raytune_fsdp.launch.ray.forked.process import LAUNCHER, LOG, SOCKET, worker_of_ray
 from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
@@ -122,7 +123,7 @@ def directory_of(run_dir: Path, threads: str) -> Path:
 
 def possible() -> bool:
     """Return whether workers of this process's job can be forked: nothing else decides how they are started."""
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
+    job = json.loads(os.environ.get(JOB_CONFIG) or "{}")
     own = (job.get("runtime_env") or {}).keys() & _OWN_PYTHON
     try:
         os.close(os.pidfd_open(os.getpid()))
