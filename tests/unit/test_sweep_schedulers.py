@@ -158,6 +158,12 @@ def test_rungs_by_the_book() -> None:
     assert rungs.next(TRIALS, log).over
 
 
+def test_one_alone_trains_to_its_end() -> None:
+    log = log_of(*at(10, 5, 3, 4, 2, 3, 9))
+    rungs = Rungs([10, 20, 40], eta=4, highest=False)
+    assert runs(rungs, log + decided(rungs, log)) == [(3, None)]
+
+
 def test_rungs_compare_the_means_of_seeds() -> None:
     trials = [Trial(2 * variant + seed, {}, variant, seed) for variant in range(3) for seed in range(2)]
     log = log_of(*at(10, 1, 9, 4, 4, 6, 3), trials=trials)
@@ -188,6 +194,19 @@ def test_asha_by_the_book() -> None:
     # Who has failed has come to its rung, as the last.
     assert decided(asha, log) == [Decision(20, on=(1,), stop=())]
     assert runs(asha, log + decided(asha, log)) == [(1, None), (4, 10), (5, 10)]
+
+
+def test_asha_when_several_may_go_on() -> None:
+    asha = Asha([10, 20], eta=2, highest=False)
+    both = [Decision(10, on=(number,), stop=()) for number in (0, 1)]
+    log = log_of(*at(10, 1, 2, 3, 4), *both, *at(20, 1, 2), *at(10, 2, 5, first=4))
+    assert decided(asha, log) == [Decision(20, on=(0,), stop=())]  # whoever came further first
+    assert decided(asha, log + decided(asha, log)) == [Decision(10, on=(4,), stop=())]
+    # What a trial had before it failed does not count.
+    failed = log_of(*at(10, 1, 2, 3, 4), *both, TrialEnded(0, 15, "broken"), Value(1, 20, 9))
+    assert decided(asha, failed) == [Decision(20, on=(1,), stop=())]
+    # One that waits at its rung has come there, whatever is found of it later.
+    assert asha.taken(TRIALS, log_of(Value(0, 10, 1)), [TrialEnded(0, 10), Value(0, 20, 1)]) == []
 
 
 def test_the_median_by_the_book() -> None:
@@ -244,6 +263,11 @@ def test_what_pbt_draws_is_in_the_space(value: float, key: int) -> None:
     assert type(whole) is int and 0 <= whole <= 10
     assert rule._changed("b", Values("grid", ("a", "b", "c")), key) in ("a", "c")
     assert rule._changed("a", Values("grid", ("a", "b", "c")), key) in ("a", "b")
+
+
+def test_pbt_replaces_all_that_have_failed() -> None:
+    log = log_of(*at(10, 4, 1), TrialEnded(2, 5, "broken"), TrialEnded(3, 5, "broken"), trials=MEMBERS)
+    assert decided(pbt(), log) == [Decision(10, on=(0, 1), stop=(2, 3))]
 
 
 def test_pbt_ends_where_no_member_is_left() -> None:
