@@ -45,9 +45,9 @@ def turn(spec: SweepSpec, scheduler: Scheduler, log: Sequence[Entry], found: Seq
             continue
         said = scheduler.next(known, entries)
         if said.entries:
-            entries.append(said.entries[0])
-            if isinstance(entries[-1], Draw):  # what was found of this trial is of a run that is no longer its newest
-                found = [each for each in found if each.trial != entries[-1].trial]
+            entries.append(entry := said.entries[0])
+            if isinstance(entry, Draw):  # what was found of this trial is of a run that is no longer its newest
+                found = [each for each in found if each.trial != entry.trial]
             continue
         if taken := scheduler.taken(known, entries, found):
             entries.append(taken[0])
