@@ -110,7 +110,7 @@ def _say_result(spec: SweepSpec, result: SweepResult) -> None:
     from raytune_fsdp.tune.table import leaderboard, over_seeds
 
     print()
-    for line in SweepBoard(spec).table(leaderboard(result.log)):
+    for line in SweepBoard(spec).table(leaderboard(result.log), result.log):
         say(line)
     if spec.seeds > 1:
         trials = trials_in(result.log)

@@ -10,7 +10,7 @@ from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.report.overview import last_step, steps_of
 from raytune_fsdp.record.screen_messages import tell
-from raytune_fsdp.tune.log import Decision, Draw, Entry, TrialEnded
+from raytune_fsdp.tune.log import Decision, Draw, Entry, TrialEnded, generation
 from raytune_fsdp.tune.space import run_name_of
 from raytune_fsdp.tune.spec import SweepSpec
 from raytune_fsdp.tune.table import OverSeeds, Standing, leaderboard
@@ -52,17 +52,16 @@ class SweepBoard:
         if rows and rows[0].value is not None:
             self._fields = [f"best {rows[0].value:.4f}: trial {rows[0].trial.number}", _changes(rows[0])]
         if table and any(row.value is not None for row in rows):
-            for line in self.table(rows):
+            for line in self.table(rows, log):
                 self.say(line)
 
-    def table(self, rows: Sequence[Standing], most: int = _ROWS) -> list[str]:
+    def table(self, rows: Sequence[Standing], log: Sequence[Entry] = (), most: int = _ROWS) -> list[str]:
         """Return the leaderboard in lines: the best trials, and how many others there are."""
         cells = [("trial", "value", "step", "state", "changes")]
         for row in rows[:most]:
+            name = run_name_of(self._spec, row.trial, generation(row.trial.number, log))
             value = "-" if row.value is None else f"{row.value:.4f}"
-            cells.append((
-                run_name_of(self._spec, row.trial), value, f"{row.step:,}", row.state, _changes(row)
-            ))  # fmt: skip
+            cells.append((name, value, f"{row.step:,}", row.state, _changes(row)))
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         right = (1, 2)
         lines = [
