@@ -82,6 +82,9 @@ def _as_fork(run: Path, own: argparse.Namespace, arguments: Sequence[str]) -> li
         "--run.fork.run": run.name if beside else str(run),
         "--run.fork.step": str(own.at),
         "--run.resume": "auto",
+        # What holds for the other run alone: where a sweep has stopped it, and the sweep's run in MLflow.
+        "--run.stop_after": "null",
+        "--tracking.mlflow.parent": "null",
         "--export.push": "null",  # it would replace what the other run has pushed there
     }
     return [f"{flag}={value}" for flag, value in values.items() if not any(word.startswith(flag) for word in given)]

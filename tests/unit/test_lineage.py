@@ -264,7 +264,8 @@ def test_a_fork_s_config_is_its_parent_s_but_for_the_changes(
     _committed(tmp_path, 2, 4)
     base = tmp_path / "base"
     base.joinpath("config.yaml").write_text(
-        "run: {name: old, storage: elsewhere, fork: {run: root, step: 1}, resume: always}\nmodel: {path: m}\n"
+        "run: {name: old, storage: elsewhere, fork: {run: root, step: 1}, resume: always, stop_after: 4}\n"
+        "model: {path: m}\ntracking: {mlflow: {parent: of-a-sweep}}\n"
         "data: {train: [{path: rows.jsonl}], seq_len: 8}\ntrain: {global_batch: 2, max_steps: 9}\n"
         "export: {push: a/b}\n"
     )
@@ -275,6 +276,7 @@ def test_a_fork_s_config_is_its_parent_s_but_for_the_changes(
     assert config.run.fork is not None and (config.run.fork.run, config.run.fork.step) == ("base", 4)
     assert (config.run.name, config.run.storage, config.run.resume) == ("base-at-4", str(tmp_path), "auto")
     assert config.optim.lr == 1e-5 and config.train.max_steps == 9 and config.export.push is None
+    assert (config.run.stop_after, config.tracking.mlflow.parent) == (None, None)
     assert main(["fork", "base", "--at=2", "--name=x", "--print", trusted, "--run.storage=other"]) == 0
     (tmp_path / "fork.yaml").write_text(capsys.readouterr().out)
     config = load_config(tmp_path / "fork.yaml")
