@@ -79,6 +79,8 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if found.out is not None and not found.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {found.out}: its directory does not exist; create it, or name another file")
     config, place = _opened(found, config, found.run)
+    if found.record:
+        check_record(place)
     trusted = found.trust_places
     if not found.chain:
         parts = [part_of(config, place, found.first, found.last, trusted=trusted)]
@@ -89,8 +91,7 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
             return _opened(found, _parsed(parser, str(path), [str(path), *rest])[1], path)
 
         parts = chain_of(config, place, found.last, open_run, trusted=trusted)
-    if found.record:
-        for part in parts:
+        for part in parts if found.record else ():
             check_record(part.place)
     lines: list[str] = []
     same = True
