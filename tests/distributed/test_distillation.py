@@ -24,7 +24,7 @@ from raytune_fsdp.model.proof import documents
 from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.model.split.tensor import split_layers
 from tests.models import VOCABULARY, build
-from tests.ranks import resident_ranks
+from tests.ranks import resident_ranks, run_ranks
 
 CPU = torch.device("cpu")
 WEIGHTS = [
@@ -80,7 +80,7 @@ def differences(k: int) -> list[float]:
 
 @pytest.mark.parametrize(("world", "k"), [(2, 7), (3, 64), (3, 1), (2, VOCABULARY)])
 def test_a_vocabulary_that_is_cut(world: int, k: int) -> None:
-    for found in resident_ranks(differences, world, k):
+    for found in run_ranks(differences, world, k):  # it sets the size of chunks
         assert len(found) > 20 and max(found) <= 1e-12
 
 
