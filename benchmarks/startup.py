@@ -45,7 +45,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -302,11 +302,13 @@ def run_once(fault: str, kind: str, number: int, options: argparse.Namespace) ->
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def table(found: dict[str, list[dict[str, Seconds]]], part: str) -> dict[str, Seconds]:
+def table(
+    found: dict[str, list[dict[str, Seconds]]], part: str, columns: Iterable[str] = COLUMNS
+) -> dict[str, Seconds]:
     """Medians by side and phase. The phases' medians need not add up to the median of their sums."""
     rows: dict[str, Seconds] = {}
     for kind, rounds in found.items():
-        names = [name for name in COLUMNS if any(name in each[part] for each in rounds)]
+        names = [name for name in columns if any(name in each[part] for each in rounds)]
         rows[kind] = {name: round(median(each[part].get(name, 0.0) for each in rounds), 2) for name in names}
     return rows
 
@@ -321,8 +323,11 @@ def ratios_of(found: dict[str, list[dict[str, Seconds]]], part: str) -> dict[str
     return ratios
 
 
-def show(part: str, rows: dict[str, Seconds], ratios: dict[str, dict[str, Any]], counts: str) -> None:
-    names = [name for name in COLUMNS if any(name in row for row in rows.values())]
+def show(
+    part: str, rows: dict[str, Seconds], ratios: dict[str, dict[str, Any]], counts: str,
+    columns: Iterable[str] = COLUMNS,
+) -> None:  # fmt: skip
+    names = [name for name in columns if any(name in row for row in rows.values())]
     print(f"\n{part:10}" + "".join(f"{name:>10}" for name in names))
     for kind, row in rows.items():
         print(f"{kind:10}" + "".join(f"{row[name]:10.2f}" if name in row else f"{'-':>10}" for name in names))

@@ -27,14 +27,14 @@ import shutil
 import tempfile
 from datetime import datetime
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import yaml
 
 from benchmarks.fresh import REPOSITORY, Command, read_lines, warm_up
 from benchmarks.record import write_result
-from benchmarks.startup import SETTLE_SECONDS, counted, joining, ratios_of, settle, which_counts
+from benchmarks.startup import SETTLE_SECONDS, counted, joining, ratios_of, settle, show, table, which_counts
 from benchmarks.startup import config as config_of_startup
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.demo import HELDOUT
@@ -48,7 +48,7 @@ Seconds = dict[str, float]
 
 
 def config(directory: Path, workers: int) -> dict[str, Any]:
-    values = config_of_startup(directory, workers, on_nodes=False)
+    values = config_of_startup(directory, workers, "rank")
     values["data"]["eval"] = [{"path": str(HELDOUT)}]
     return {
         **values,
@@ -148,26 +148,6 @@ def parts_of(found: list[Seconds], total: float, processor: float, concurrent: i
     return {**parts, "rest": rest, "overhead": overhead, "total": total, "processor": processor}
 
 
-def table(found: dict[str, list[dict[str, Seconds]]]) -> dict[str, Seconds]:
-    rows: dict[str, Seconds] = {}
-    for kind, rounds in found.items():
-        names = dict.fromkeys(name for each in rounds for name in each[PART])
-        rows[kind] = {name: round(median(each[PART].get(name, 0.0) for each in rounds), 2) for name in names}
-    return rows
-
-
-def show(rows: dict[str, Seconds], ratios: dict[str, dict[str, Any]], counts: str) -> None:
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    print("\n" + " " * 10 + "".join(f"{name:>10}" for name in names))
-    for kind, row in rows.items():
-        print(f"{kind:10}" + "".join(f"{row[name]:10.2f}" if name in row else f"{'-':>10}" for name in names))
-    for what, found in ratios.items():
-        print(
-            f"ours / bare, {what}: {found['ratio']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f} in "
-            f"{len(found['rounds'])} rounds){', which counts' * (what == counts)}"
-        )
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -199,8 +179,9 @@ def main() -> None:
                 f"{trial['overhead']:.1f} s of overhead",
                 flush=True,
             )
-    rows, ratios, counts = table(found), ratios_of(found, PART), which_counts(loads)
-    show(rows, ratios, counts)
+    columns = list(dict.fromkeys(name for rounds in found.values() for each in rounds for name in each[PART]))
+    rows, ratios, counts = table(found, PART, columns), ratios_of(found, PART), which_counts(loads)
+    show(PART, rows, ratios, counts, columns)
     if options.out is not None:
         about = {name: getattr(options, name) for name in ("trials", "concurrent", "workers")}
         write_result(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.untrusted import printable
@@ -62,14 +62,7 @@ class SweepBoard:
             name = run_name_of(self._spec, row.trial, generation(row.trial.number, log))
             value = "-" if row.value is None else f"{row.value:.4f}"
             cells.append((name, value, f"{row.step:,}", row.state, _changes(row)))
-        widths = [max(len(line[column]) for line in cells) for column in range(4)]
-        right = (1, 2)
-        lines = [
-            "  ".join([
-                *(line[c].rjust(widths[c]) if c in right else line[c].ljust(widths[c]) for c in range(4)), line[4]
-            ]).rstrip()
-            for line in cells
-        ]  # fmt: skip
+        lines = _aligned(cells, right=(1, 2))
         if others := rows[most:]:
             states = Counter(row.state for row in others)
             said = ", ".join(f"{many} {state}" for state, many in states.most_common())
@@ -102,5 +95,15 @@ def seeds_table(rows: Sequence[OverSeeds]) -> list[str]:
         spread = "-" if row.spread is None else f"{row.spread:.4f}"
         said = {None: "-", True: "yes", False: "no"}[row.exceeds]
         cells.append((str(row.variant), row.metric, str(row.seeds), f"{row.mean:.4f}", spread, difference, said))
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return _aligned(cells)
+
+
+def _aligned(cells: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return the rows of a table in lines; the columns `right` end together, the others begin together."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        sized = zip(row, widths, strict=True)
+        padded = (cell.rjust(size) if n in right else cell.ljust(size) for n, (cell, size) in enumerate(sized))
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -66,12 +66,6 @@ class Child:
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until it has ended, at most for so long; return whether it has."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self.code() is not None
-
     def kill(self) -> None:
         """End it at once, with the processes that it has started."""
         with suppress(ProcessLookupError):
