@@ -1,12 +1,12 @@
 """How much of the time of a long run is training, by the number of GPUs, the interval of checkpoints and their cost.
 
-    python -m benchmarks.productive [--stall 0.5] [--recovery 61.5] [--out benchmarks/results/productive.json]
+    python -m benchmarks.productive [--stall 0.5] [--recovery 56.4] [--out benchmarks/results/productive.json]
 
 A simulation without Ray: failures come at random (exponentially, one in so many GPU hours), each costs the steps since
 the last checkpoint and the time until the next step is trained; a checkpoint holds training up for `stall` seconds, and
 one that is being written when a failure comes does not count. Small clusters and spot machines have more failures than
 Llama 3's run. `recovery` is for a real cluster, with a large model to load; on this repository's test machine it is
-13 s (docs/results.md). The tables after the first are `plan/failures.py`'s estimates, which `raytune-fsdp plan` uses.
+9 s (docs/results.md). The tables after the first are `plan/failures.py`'s estimates, which `raytune-fsdp plan` uses.
 """
 
 from __future__ import annotations

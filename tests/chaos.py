@@ -32,7 +32,7 @@ from tests.ray.jobs import ROOT, Nodes, Pipe
 
 PAUSE_SECONDS, AFTER_STEP_SECONDS = 60.0, 10.0
 EVERY = 10
-BARE_RECOVERY_SECONDS = 13.5
+BARE_RECOVERY_SECONDS = 13.9
 """Of bare Ray Train after the loss of a rank: benchmarks/results/startup.json, median."""
 OUTAGE_SECONDS = 15.0
 AWAY_SECONDS, FLAP_SECONDS = 60.0, 20.0

@@ -84,7 +84,7 @@ def trajectory(config: FinetuneConfig, world: int, stop_after: int | None = None
     """Train (or continue) on `world` ranks and read what the run directory says of every step."""
     from raytune_fsdp.record.jsonl import read_trajectory
 
-    ranks = run_ranks if config.parallel.compile else resident_ranks  # what is compiled stays
+    ranks = run_ranks if config.parallel.compile is True else resident_ranks  # what is compiled stays
     ranks(train_rank, world, config.model_dump(), stop_after)
     return read_trajectory(Path(config.run.storage) / config.run.name / "metrics.jsonl")
 
