@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,15 @@ from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.base.untrusted import reason
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import check_files, read_manifest
-from raytune_fsdp.checkpoint.storage import MANIFEST_BYTES, MANIFEST_FILE, Storage, directory_name, parse_directory_name
+from raytune_fsdp.checkpoint.storage import (
+    MANIFEST_BYTES,
+    MANIFEST_FILE,
+    Pinned,
+    Storage,
+    directory_name,
+    not_pinned,
+    parse_directory_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +60,12 @@ def as_checkpoint(path: str) -> CommittedCheckpoint | None:
 def committed(root: str) -> list[CommittedCheckpoint]:
     """Return all committed checkpoints in a directory or below a URL, oldest first."""
     return sorted(_at(found, root) for found in map(parse_directory_name, storage_at(root).names()) if found)
+
+
+def checkpoint_at(found: Sequence[CommittedCheckpoint], step: int) -> CommittedCheckpoint | None:
+    """Return the checkpoint of a step: that which the clock has not chosen, and of the newest attempt; None: none."""
+    there = (each for each in found if each.step == step)
+    return max(there, key=lambda each: (each.lasting, each.attempt), default=None)
 
 
 def _at(found: tuple[int, int, bool], root: str) -> CommittedCheckpoint:
@@ -177,15 +191,6 @@ def ways_out_of_divergence(root: str, step: int) -> str:
         "raise optim.warmup_ratio or mend the data, and set model.init=pretrained and model.path to a checkpoint of "
         f"step {step} or earlier in {root}, or leave them as they are to start over"
     )
-
-
-Pinned = Callable[[str], bool]
-"""Whether another run needs the checkpoint of this name."""
-
-
-def not_pinned(name: str) -> bool:
-    """Say of every checkpoint that no other run needs it."""
-    return False
 
 
 def prune(storage: Storage, keep: Keep, scores: Mapping[int, float], pinned: Pinned = not_pinned) -> None:

@@ -22,10 +22,13 @@ from raytune_fsdp.checkpoint.storage import (
     DAMAGED,
     MANIFEST_BYTES,
     MANIFEST_FILE,
+    STAGING,
+    Pinned,
     Sink,
     StoredFile,
     at_once,
     nobody,
+    not_pinned,
     parse_directory_name,
 )
 
@@ -101,16 +104,27 @@ class ObjectStorage:
         manifest = None
         with suppress(UnsoundError):  # too large to be a manifest: nobody can use that checkpoint
             manifest = self.read(name, MANIFEST_FILE, MANIFEST_BYTES)
+            self.put(name, _HIDDEN, manifest)  # nothing can be renamed, and this process may be killed before it ends
         self._delete(name, MANIFEST_FILE)  # first: from here on it is not a checkpoint
         if manifest is not None and needed():
             self.put(name, MANIFEST_FILE, manifest)
+            self._delete(name, _HIDDEN)
             return False
+        self._delete(name, _HIDDEN)  # before the others: what has it is whole
         self._delete_all(name)
         return True
 
-    def clean(self) -> None:
+    def clean(self, pinned: Pinned = not_pinned) -> None:
         below = self._below("")
         whole = {path.split("/")[0] for path in below if path.endswith((_MANIFEST, _MANIFEST + DAMAGED))}
+        for name in {path.split("/")[0] for path in below if path.endswith(f"/{_HIDDEN}")}:
+            if parse_directory_name(name) is None:
+                continue
+            if name not in whole and pinned(name):
+                with suppress(UnsoundError):
+                    self.put(name, MANIFEST_FILE, self.read(name, _HIDDEN, MANIFEST_BYTES))
+                    whole.add(name)
+            self._delete(name, _HIDDEN)
         for name in {path.split("/")[0] for path in below if "/" in path} - whole:
             if parse_directory_name(name):
                 self._delete_all(name)
@@ -154,6 +168,8 @@ class ObjectStorage:
 
 
 _MANIFEST = f"/{MANIFEST_FILE}"
+_HIDDEN = f"{MANIFEST_FILE}{STAGING}"
+"""The name of the manifest of a checkpoint while it is being removed: all other files are still there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,22 +16,14 @@ from transformers import PreTrainedModel
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.measured import Digest
 from raytune_fsdp.base.row_hashes import digests_of, join_by_pairs, receiver
-from raytune_fsdp.checkpoint.catalogue import (
-    Keep,
-    Pinned,
-    committed,
-    in_the_way,
-    not_pinned,
-    prune,
-    remove_unpinned,
-)
+from raytune_fsdp.checkpoint.catalogue import Keep, committed, in_the_way, prune, remove_unpinned
 from raytune_fsdp.checkpoint.contents import roots_of, tensors_of
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.messages import Messages, open_messages
 from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
 from raytune_fsdp.checkpoint.state import STATE, RunState, digest_of_state
-from raytune_fsdp.checkpoint.storage import Draft, Storage, at_once, directory_name
+from raytune_fsdp.checkpoint.storage import Draft, Pinned, Storage, at_once, directory_name, not_pinned
 from raytune_fsdp.checkpoint.writing import (
     PieceLayout,
     Staging,

@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -94,6 +94,15 @@ def nobody() -> bool:
     return False
 
 
+Pinned = Callable[[str], bool]
+"""Whether another run needs the checkpoint of this name."""
+
+
+def not_pinned(name: str) -> bool:
+    """Say of every checkpoint that no other run needs it."""
+    return False
+
+
 class Sink(Protocol):
     """A new file. Once it is closed without an exception, its content is safe in the storage."""
 
@@ -173,8 +182,9 @@ class Storage(Readable, Protocol):
         `needed` is asked when others no longer see it: if it is, it is put back, and not deleted.
         """
 
-    def clean(self) -> None:
-        """Remove unfinished drafts. Call this only while nothing is being written here."""
+    def clean(self, pinned: Pinned = not_pinned) -> None:
+        """Remove unfinished drafts, and put back what `remove` has hidden, and not deleted, if it is `pinned`: it may
+        have been killed meanwhile. Call this only while nothing is being written here."""
 
 
 # Checkpoints on a file system that all nodes mount: NFS, Lustre, a local disk.
@@ -281,14 +291,19 @@ class PosixStorage:
         if needed():
             doomed.rename(self._root / name)
             return False
+        with suppress(OSError):
+            (doomed / MANIFEST_FILE).unlink()  # before the others: what has one is whole
         shutil.rmtree(doomed, ignore_errors=True)  # `clean` removes what is left
         return True
 
-    def clean(self) -> None:
-        if self._root.is_dir():
-            for entry in self._root.iterdir():
-                if _made_of_ours(_LEFT, entry.name):
-                    shutil.rmtree(entry, ignore_errors=True)
+    def clean(self, pinned: Pinned = not_pinned) -> None:
+        for entry in sorted(self._root.iterdir()) if self._root.is_dir() else ():
+            name = entry.name.removesuffix(STAGING)
+            hidden = name != entry.name and parse_directory_name(name) is not None and (entry / MANIFEST_FILE).exists()
+            if hidden and pinned(name) and not (self._root / name).exists():
+                entry.rename(self._root / name)
+            elif _made_of_ours(_LEFT, entry.name):
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _made_of_ours(pattern: re.Pattern[str], name: str) -> bool:

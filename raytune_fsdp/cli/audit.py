@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, config_of_run, run_command
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, by_flag, config_of_run, run_command
 from raytune_fsdp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def _audit(parser: ConfigParser, arguments: list[str]) -> int:
     if not found.chain:
         parts = [part_of(config, place, found.first, found.last, trusted=trusted)]
     else:
-        rest = arguments[1:]
+        # Where its parent is now holds for the run alone: those of the chain have parents of their own.
+        rest = [word for flag, words in by_flag(arguments[1:]) if not flag.startswith("--run.fork") for word in words]
 
         def open_run(path: Path) -> tuple[FinetuneConfig, RunDir]:
             return _opened(found, _parsed(parser, str(path), [str(path), *rest])[1], path)

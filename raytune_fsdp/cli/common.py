@@ -186,6 +186,23 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+def by_flag(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the arguments with what belongs together, `--a.b=1` or `--a.b 1`, and the name of each flag."""
+    found: list[tuple[str, list[str]]] = []
+    for word in arguments:
+        if not word.startswith("--") and found and len(found[-1][1]) == 1 and "=" not in found[-1][1][0]:
+            found[-1][1].append(word)
+        else:
+            found.append((word.partition("=")[0], [word]))
+    return found
+
+
+def value_in(arguments: Sequence[str], flag: str) -> str | None:
+    """Return the value that the arguments give a flag, the last one if there are several; None: they give none."""
+    given = [words for name, words in by_flag(arguments) if name == flag]
+    return None if not given else " ".join(given[-1]).removeprefix(flag)[1:]
+
+
 class ModelParser(Parser):
     """A parser of a command that asks a model."""
 

@@ -19,15 +19,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Literal
 
-import raytune_fsdp
 from raytune_fsdp.base.leaving import flush_output
 from raytune_fsdp.cli.region import Region, View, broken, clean
-from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.environment import environment, with_package
 from raytune_fsdp.record.screen_messages import VARIABLE, read_message
 
 _DRAW_SECONDS = 0.1
@@ -80,14 +78,12 @@ def screen(files: Sequence[int], *, colours: bool) -> Iterator[bool]:
 
 
 def _start(terminal: int) -> subprocess.Popen[bytes]:
-    here = str(Path(raytune_fsdp.__file__).parents[1])  # a job's copy of this package need not be installed
-    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the process inherits the mask
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "raytune_fsdp.cli.screen"],
             stdin=subprocess.PIPE, stdout=terminal, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
+            env=with_package(os.environ),
         )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

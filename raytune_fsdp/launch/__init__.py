@@ -18,7 +18,7 @@ ray/               a run on a Ray cluster
 signals.py         SIGTERM and SIGINT, in the driver and in ranks without Ray
 notices.py         how much time a run has for a last checkpoint before something ends it
 phases.py          how long each phase takes until a run trains
-environment.py     environment variables that libraries need, set for as long as they do
+environment.py     environment variables that libraries and processes need, set for as long as they do
 importing.py       imports large libraries in less time
 quiet.py           keeps libraries from printing
 """

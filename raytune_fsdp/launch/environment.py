@@ -1,4 +1,5 @@
-"""Set environment variables for libraries: some only during the call that needs them, some for a whole rank."""
+"""Set environment variables: for libraries, some only during the call that needs them, some for a whole rank; and for
+processes, so that they find this package."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 
+import raytune_fsdp
 from raytune_fsdp.config import FinetuneConfig
 
 _lock = Lock()
@@ -31,6 +34,12 @@ def environment(defaults: Mapping[str, str]) -> Iterator[None]:
             for name in ours:
                 if not _held[name]:
                     os.environ.pop(name, None)
+
+
+def with_package(known: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process that is to find this package: a job's copy of it need not be installed."""
+    here = str(Path(raytune_fsdp.__file__).parents[1])
+    return {**known, "PYTHONPATH": os.pathsep.join(filter(None, (here, known.get("PYTHONPATH"))))}
 
 
 def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[str, str]:

@@ -15,7 +15,9 @@ knows them."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray's variable with the config of a job, in the job alone. It is really called so."""
 _IN_A_POD = "KUBERNETES_SERVICE_HOST"
-_JOB_STOP = ("RAY_JOB_STOP_WAIT_TIME_S", 3.0)
+JOB_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Ray's variable: how long `ray job stop` waits."""
+_JOB_STOP = (JOB_STOP, 3.0)
 _DRAIN = ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", 30.0)
 """Ray's variables, with Ray's defaults (tests/unit/test_notices.py compares them with Ray)."""
 
@@ -26,15 +28,16 @@ def notices_of(cluster: ClusterConfig, environment: Mapping[str, str], *, ray: b
     if ray and cluster.spot_notice != "none":
         found["spot"] = SPOT_NOTICE_SECONDS[cluster.spot_notice]
     if ray and JOB_CONFIG in environment:
-        found["job_stop"] = _number(environment, *_JOB_STOP)
+        found["job_stop"] = seconds_in(environment, *_JOB_STOP)
     if STOP_SECONDS in environment:
-        found["scheduler"] = _number(environment, STOP_SECONDS, 0.0)
+        found["scheduler"] = seconds_in(environment, STOP_SECONDS, 0.0)
     elif ray and _IN_A_POD in environment:
-        found["pod"] = _number(environment, *_DRAIN)
+        found["pod"] = seconds_in(environment, *_DRAIN)
     return found
 
 
-def _number(environment: Mapping[str, str], name: str, otherwise: float) -> float:
+def seconds_in(environment: Mapping[str, str], name: str, otherwise: float) -> float:
+    """Return the seconds that a variable says. Raises ConfigError if it says something else."""
     text = environment.get(name, "")
     try:
         found = float(text or otherwise)

@@ -16,7 +16,7 @@ from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
-from raytune_fsdp.run.forks.parent import Parent
+from raytune_fsdp.run.forks.parent import Parent, steps_there
 from raytune_fsdp.step.optim.schedule import lr_factor, multiplier
 
 if TYPE_CHECKING:
@@ -71,11 +71,18 @@ def check_extension(
     whole = state.step * plan.division.global_batch
     if state.samples < whole and plan.division.total_samples != state.samples:
         # A run of that length would have a full step there.
+        short = (
+            f"a short step: {state.samples} packed samples are not a multiple of "
+            f"train.global_batch={plan.division.global_batch}"
+        )
+        if parent is not None:
+            raise ResumeError(
+                f"run.fork.step={state.step}: {place.path} ended with {short}, so nothing can follow it; fork an "
+                f"earlier step: {steps_there(place)}"
+            )
         raise ResumeError(
-            f"the run ended with a short step: {state.samples} packed samples are not a multiple of "
-            f"train.global_batch={plan.division.global_batch}, so it cannot be extended "
-            f"(train.epochs={config.train.epochs}, train.max_steps={config.train.max_steps}); start a run of the "
-            "length you want under another run.name"
+            f"the run ended with {short}, so it cannot be extended (train.epochs={config.train.epochs}, "
+            f"train.max_steps={config.train.max_steps}); start a run of the length you want under another run.name"
         )
     try:
         before = plan_on_record(place).steps

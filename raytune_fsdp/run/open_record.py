@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -62,6 +63,7 @@ from raytune_fsdp.run.described import (
     why_bits_differed,
 )
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
+from raytune_fsdp.run.forks.pins import is_pinned
 from raytune_fsdp.run.forks.record import lineage_of
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
@@ -103,7 +105,8 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     cut = steps_after(place.metrics, standing.state.step)
     changed, lost = changed_settings(place, config), lost_seconds(place, standing.state.step, cut)
     uncommitted = uncommitted_seconds(place, standing, lost, cut) if standing.from_peers else lost
-    storage_at(place.checkpoints).clean()  # before the first save of this attempt: nothing else is being written
+    # Before the first save of this attempt: nothing else is being written.
+    storage_at(place.checkpoints).clean(partial(is_pinned, place))
     renamed = set_aside(standing.damaged, standing.commit) if standing.commit is not None else []
     aside = [{"path": found.path, "problem": standing.damaged[found], "now": now} for found, now in renamed]
     if standing.begins:  # the evaluations of checkpoints that are gone

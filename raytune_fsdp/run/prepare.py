@@ -125,6 +125,7 @@ def prepare(
     check_size(RunState(identity=identity, files=files_of_data))
     check_same_run(found, identity, files_of_data)
     check_same_adapters(found, config, network)
+    by_count = getattr(config.train.objective, "desirable_weight", None) == "auto"
     counted, built = _counted(config, train, {} if dry else evals, found.state.cursor, progress, build)
     prepared = RunInputs(
         place=place,
@@ -135,7 +136,7 @@ def prepare(
         evals=evals,
         tasks=tasks,
         census=counted,
-        judged=answers_of(train, progress, build) if _weighs_by_count(config) else None,
+        judged=answers_of(train, progress, build) if by_count else None,
         origin=origin,
         adapter=find_adapter(config, network, directory) if found.checkpoint is None else None,
         identity=identity,
@@ -186,10 +187,6 @@ def _counted(
         return counted, built + counted.built
     # Only the first window; the others are built during training. A wrong column or template shows in it already.
     return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
-
-
-def _weighs_by_count(config: FinetuneConfig) -> bool:
-    return getattr(config.train.objective, "desirable_weight", None) == "auto"
 
 
 def _origin(

@@ -192,9 +192,8 @@ def find_resume(
     with one of its parent. `trusted`: that may be followed to places outside of its directory.
     """
     checkpoints = place.checkpoints
-    own: Damaged = {each: problem for each, problem in (damaged or {}).items() if each.root == checkpoints}
     try:
-        found, own = newest(checkpoints, hashes=False, damaged=own)
+        found, passed_over = newest(checkpoints, hashes=False, damaged=damaged)
     except OSError as error:
         raise TransientError(
             f"{checkpoints} cannot be read: {error}; check checkpoint.storage, run.storage and their credentials"
@@ -215,7 +214,7 @@ def find_resume(
                 "or set run.resume=auto to start from scratch"
             )
         if fork is not None:
-            parent = parent_of(place, fork, trusted=trusted, damaged=damaged)
+            parent = parent_of(place, fork, trusted=trusted)
             return Resumed(checkpoint=parent.checkpoint, state=parent.state(), damaged={}, parent=parent)
         state, adapters = beginning_of(place)
         return Resumed(state=state, damaged={}, adapters=adapters)
@@ -224,7 +223,7 @@ def find_resume(
             f"run.resume=never, but {checkpoints} has a checkpoint of step {found.step}: choose another run.name, "
             "or set run.resume=auto to continue it"
         )
-    return Resumed(checkpoint=found, state=read_state(found), damaged=own)
+    return Resumed(checkpoint=found, state=read_state(found), damaged=passed_over)
 
 
 def next_attempt(place: RunDir) -> int:

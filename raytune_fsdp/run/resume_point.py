@@ -32,7 +32,7 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.evaluation.early_stop import ended_on_record
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
 from raytune_fsdp.run.forks.parent import Fork, Parent
-from raytune_fsdp.run.forks.pins import pin
+from raytune_fsdp.run.forks.pins import look_again, pin
 from raytune_fsdp.run.length import check_extension
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume, next_attempt
 from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, TeacherModel
@@ -166,7 +166,7 @@ def resume_point_of(
         state=found.state,
         damaged=found.damaged,
         plan=plan,
-        ended_early=ended_on_record(config.eval.early_stop, prepared.place, found.state.step),
+        ended_early=found.parent is None and ended_on_record(config.eval.early_stop, prepared.place, found.state.step),
         windows_built=windows_built,
         parent=found.parent,
         stop_after=config.run.stop_after,
@@ -228,8 +228,11 @@ def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:
 
 def _look_without(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, problem: str) -> ResumePoint:
     """Return where the run is without the checkpoint of this resume point, which is damaged."""
-    found = standing.checkpoint
+    found, parent = standing.checkpoint, standing.parent
     assert found is not None
+    if parent is not None:  # the only one that it can begin with
+        look_again(prepared.place, parent, problem, again=found in standing.damaged)
+        return replace(standing, damaged={found: problem})
     logger.warning("checkpoint %s is damaged (%s); looking for an older one", found.path, problem)
     damaged = standing.damaged if standing.from_peers else {**standing.damaged, found: problem}
     again = look(config, prepared, standing.plan.layout.world, damaged)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from raytune_fsdp.base.errors import ResumeError, TrainingError, UserError
 from raytune_fsdp.checkpoint.state import digest_of_state, read_state
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.worker import alone
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_events, read_metrics, read_trajectory
 from raytune_fsdp.record.lineage import read_lineage
 from raytune_fsdp.record.report.page import page
-from raytune_fsdp.run.forks.pins import pins_of
+from raytune_fsdp.run import resume_point
+from raytune_fsdp.run.forks.parent import Parent
+from raytune_fsdp.run.forks.pins import pin, pins_of
 from raytune_fsdp.run.prepare import prepare
-from tests.checkpoints import checkpoints, tensors_in
+from raytune_fsdp.run.resume_point import agree
+from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.distributed.test_exact import BOUNDS, check_against_plain, plain_loop
 from tests.preferences import KTO, PAIRS, preference_config
 from tests.ranks import resident_ranks, run_ranks
@@ -176,6 +182,33 @@ def test_a_pinned_checkpoint_survives_and_an_unpinned_one_does_not(
     assert "has a pin of it; name the run that it forked" in capsys.readouterr().err
 
 
+def test_what_ranks_find_wrong_with_a_parent_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pruning hides it for a moment before it finds the pin; what is damaged stays so, and is not pinned."""
+    trajectory(_config(tmp_path), 1, stop_after=AT)
+    base, config, device = _run(tmp_path, "base"), _config(tmp_path, "fork", ("base", AT)), torch.device("cpu")
+    prepared, standing = prepare(config, 1)
+    (found,) = checkpoints(base)
+
+    def pin_and_hide(child: RunDir, parent: Parent) -> None:
+        pin(child, parent)
+        hidden = Path(found.path).rename(f"{found.path}.tmp")
+        threading.Timer(0.3, lambda: hidden.rename(found.path)).start()
+
+    with alone(device), monkeypatch.context() as hiding:
+        hiding.setattr(resume_point, "pin", pin_and_hide)
+        assert agree(config, prepared, lambda: standing).checkpoint == found
+    assert len(list(pins_of(base))) == 1
+    piece = pieces_of(found)[0]
+    content = bytearray(piece.read_bytes())
+    content[len(content) // 2] ^= 1
+    piece.write_bytes(content)
+    with alone(device), pytest.raises(ResumeError, match=f"run.fork.step={AT}: .* is damaged: the content of"):
+        agree(config, prepared, lambda: standing)
+    assert not list(pins_of(base)), "what is refused leaves the parent as it was"
+
+
 def test_what_a_fork_may_not_change_is_refused_by_name(tmp_path: Path) -> None:
     trajectory(_config(tmp_path), 1, stop_after=AT)
     for sections, named in (
@@ -221,6 +254,19 @@ def called(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]
     return call
 
 
+def test_a_dry_run_refuses_what_could_not_begin(tmp_path: Path, called: Callable[..., tuple[int, str]]) -> None:
+    trajectory(_config(tmp_path), 1, stop_after=AT)
+    base = _run(tmp_path, "base")
+    for arguments, expected, words in (
+        (("--at", "999"), 2, "there is no checkpoint of step 999; "),
+        (("--at", str(AT), "--train.global_batch", "8"), 2, "train.global_batch: was 6, is 8"),
+        (("--at", str(AT), "--optim.lr", "1e-4"), 0, ""),
+    ):
+        code, said = called("fork", str(base), *arguments, "--dry-run")
+        assert code == expected and words in said, said
+    assert not (base / "pins").exists() and [each.name for each in base.parent.iterdir()].count("base-at-4") == 0
+
+
 def test_a_chain_of_three_forks_is_audited_to_its_root(tmp_path: Path, called: Callable[..., tuple[int, str]]) -> None:
     """By the command, each with another change; then with a number in the middle of the chain that was changed."""
     trajectory(_config(tmp_path, train={"max_steps": 16}), 1, stop_after=8)
@@ -251,8 +297,16 @@ def test_a_chain_of_three_forks_is_audited_to_its_root(tmp_path: Path, called: C
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     lines[2]["trajectory"]["loss"] += 1e-3
     record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    code, said = called("audit", str(_run(tmp_path, "rate")), "--chain", "--to", "8")
+    # Its parent has been moved, which the first run of the chain has nothing to do with.
+    moved = base.rename(tmp_path / "moved")
+    code, said = called(
+        "audit", str(_run(tmp_path, "rate")), "--chain", "--to", "8", "--run.fork.run", str(moved), "--trust-places"
+    )
     assert code == 4 and said.count("**Passed**") == 1 and "First difference: step 7: loss is" in said, said
+    moved.rename(base)
+    (base / "checkpoints_at").write_text(f"file://{base}/checkpoints")
+    code, said = called("audit", str(_run(tmp_path, "rate")), "--from", "4", "--to", "8", "--trust-places")
+    assert code == 2 and "is in an object store, and an audit reads checkpoints from a file system" in said, said
     shutil.rmtree(base)
     code, said = called("audit", str(_run(tmp_path, "rate")), "--from", "4", "--to", "8")
     assert code == 2 and "is not a directory" in said and "--from" in said, said
@@ -316,6 +370,9 @@ def test_a_run_that_its_evaluations_have_ended_is_forked_and_judged_anew(tmp_pat
     config = _config(
         tmp_path, "fork", ("base", 8), data=rows, eval=rule, train={"z_loss": 1e-3, "label_smoothing": 0.1}
     )
+    # What is left of an earlier beginning, at another step, is not its own.
+    _run(tmp_path, "fork").mkdir()
+    shutil.copy(_run(tmp_path, "base") / "metrics.jsonl", _run(tmp_path, "fork"))
     assert [row["step"] for row in trajectory(config, 1)] == [*range(9, 17)]
     found = read_lineage(_run(tmp_path, "fork"))
     assert found is not None and found.parent.changed.keys() == {"train.z_loss", "train.label_smoothing"}

@@ -231,14 +231,17 @@ def test_a_paused_trial_continues_its_own_run(tmp_path: Path, cluster: None, no_
 
 @pytest.mark.slow
 def test_a_killed_trial_lets_its_run_save_and_sees_every_value(
-    tmp_path: Path, cluster: None, no_driver_left: None
+    tmp_path: Path, cluster: None, no_driver_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its actor is killed within a step() that waits: the run is asked to stop all the same, and Tune's next try goes
-    on where it was."""
+    on where it was. Meanwhile ranks have what Tune gives its actors as variables."""
     from ray import tune
 
-    config = measured(tmp_path, 40, train={**SHORT, "max_steps": 400}, cluster=ON_RAY, checkpoint={"every": None})
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "told")  # Tune passes it on to its actors
+    here = {**ON_RAY, "fork_workers": False}  # what is forked has its variables elsewhere than in /proc
+    config = measured(tmp_path, 40, train={**SHORT, "max_steps": 400}, cluster=here, checkpoint={"every": None})
     killed: list[float] = []
+    have: set[str] = set()
 
     def kill() -> None:
         storage = Path(config.run.storage)
@@ -246,6 +249,10 @@ def test_a_killed_trial_lets_its_run_save_and_sees_every_value(
             until(lambda: any(newest_of(run) > 60 for run in storage.glob("run-*")), 200)
             (run,) = [run for run in storage.glob("run-*") if (run / "lock").exists()]
             token = (run / "lock").read_text()
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if process.environ().get("AWS_SESSION_TOKEN") == "told":
+                        have.add(process.cmdline()[0].partition(".")[0])
             for process in psutil.process_iter():
                 with suppress(psutil.Error):
                     if "ray::RunTrial" in " ".join(process.cmdline()):
@@ -257,6 +264,7 @@ def test_a_killed_trial_lets_its_run_save_and_sees_every_value(
     results, told = fit(tmp_path, config, rates=[3e-3], failure_config=tune.FailureConfig(max_failures=2))
     killer.join()
     assert not results.errors and killed and killed[0] < 30, killed
+    assert any("RayTrainWorker" in name for name in have), have
     ((run, values),) = told.items()
     assert on_record(run).keys() == {step for step, _ in values} == set(range(40, 401, 40))
     ended = [event["fields"].get("status") for event in events(Path(run), "attempt_ended")]

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import yaml
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, remove_unpinned
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, PosixStorage
+from raytune_fsdp.checkpoint.objects import ObjectStorage
+from raytune_fsdp.checkpoint.state import RunState
+from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, PosixStorage, Storage
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.plan.identity import check_identity
@@ -25,8 +30,9 @@ from raytune_fsdp.record.lines import step_lines, to_bytes
 from raytune_fsdp.record.repair import is_whole, truncate
 from raytune_fsdp.record.report.ancestors import of_lineage, relation
 from raytune_fsdp.run.forks.changes import allowed_changes, with_allowed
-from raytune_fsdp.run.forks.parent import Parent
-from raytune_fsdp.run.forks.pins import is_pinned, pin, pin_name, pins_of, unpin
+from raytune_fsdp.run.forks.parent import Fork, Parent, parent_of
+from raytune_fsdp.run.forks.pins import is_pinned, look_again, pin, pin_name, pins_of, unpin
+from raytune_fsdp.run.length import check_extension
 from tests.unit.fake_mlflow import step
 
 IDENTITY: dict[str, Any] = {
@@ -36,6 +42,8 @@ IDENTITY: dict[str, Any] = {
 }  # fmt: skip
 SGD = {"optim.optimizer": {"type": "sgd", "momentum": 0.9, "nesterov": False}}
 SLOWER = {**SGD["optim.optimizer"], "momentum": 0.5}
+MUON = {"optim.optimizer": {"type": "muon", "momentum": 0.95}}
+KTO = {"type": "kto", "desirable_weight": "auto", "beta": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,16 @@ SLOWER = {**SGD["optim.optimizer"], "momentum": 0.5}
             {"train.objective.beta": (0.1, 0.2), "train.objective.sft.weight": (0.0, 1.0)},
         ),
         (SGD, {"optim.optimizer": SLOWER}, {"optim.optimizer.momentum": (0.9, 0.5)}),
+        (
+            MUON,
+            {"optim.optimizer": {"type": "muon", "momentum": 0.0}},  # it keeps its mean all the same
+            {"optim.optimizer.momentum": (0.95, 0.0)},
+        ),
+        (
+            {"train.objective": KTO},
+            {"train.objective": {**KTO, "desirable_weight": 2.0}},
+            {"train.objective.desirable_weight": ("auto", 2.0)},
+        ),
         ({"optim.groups": []}, {"optim.groups": []}, {}),
     ],
 )  # fmt: skip
@@ -76,6 +94,7 @@ def test_what_may_change(before: dict[str, Any], now: dict[str, Any], changed: d
         ({}, SGD, "optim.optimizer"),
         ({}, {"optim.optimizer": {"type": "adamw", "moments": "8bit"}}, "optim.optimizer"),
         (SGD, {"optim.optimizer": {**SGD["optim.optimizer"], "momentum": 0.0}}, "optim.optimizer.momentum"),
+        ({"train.objective": KTO}, {"train.objective": {**KTO, "beta": "auto"}}, "train.objective.beta"),
         ({}, {"train.neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha"),
     ],
 )
@@ -94,7 +113,8 @@ def _committed(root: Path, *steps: int) -> RunDir:
     for number in steps:
         directory = root / "base" / "checkpoints" / f"step-{number:08d}.a1"
         directory.mkdir(parents=True)
-        (directory / MANIFEST_FILE).write_text("{}")
+        for file in ("state.json", MANIFEST_FILE):
+            (directory / file).write_text("{}")
     return RunDir(root / "base", str(root / "base" / "checkpoints"))
 
 
@@ -136,6 +156,81 @@ def test_a_pin_that_comes_too_late_is_taken_back_and_its_fork_refused(
     with pytest.raises(ResumeError, match=r"step-00000002.a1 was pruned while .*base has those of steps 4 \(older"):
         pin(_child(tmp_path), _parent(place, 2))
     assert list(pins_of(place.path)) == []
+
+
+@pytest.mark.parametrize("kind", ["directory", "objects"])
+def test_a_pinned_checkpoint_that_a_killed_command_has_hidden_is_brought_back(tmp_path: Path, kind: str) -> None:
+    """Its fork has found it after pruning asked for pins, and before pruning hid it; and pruning is killed then."""
+    place = _committed(tmp_path, 2, 4, 6)
+    storage: Storage = PosixStorage(place.checkpoints)
+    if kind == "objects":
+        storage = ObjectStorage(f"file://{place.checkpoints}")
+    before = {str(file.relative_to(tmp_path)) for file in Path(place.checkpoints).rglob("*") if file.is_file()}
+    for number in (2, 4):
+        asked: list[str] = []
+
+        def pinned(name: str, number: int = number, asked: list[str] = asked) -> bool:
+            asked.append(name)
+            if len(asked) == 2:
+                raise KeyboardInterrupt
+            if number == 2:
+                pin(_child(tmp_path), _parent(place, number))
+            return False
+
+        with pytest.raises(KeyboardInterrupt):
+            remove_unpinned(storage, f"step-{number:08d}.a1", pinned)
+    assert [each.step for each in committed(place.checkpoints)] == [6]
+    storage.clean(lambda name: is_pinned(place, name))
+    assert [each.step for each in committed(place.checkpoints)] == [2, 6]
+    after = {str(file.relative_to(tmp_path)) for file in Path(place.checkpoints).rglob("*") if file.is_file()}
+    assert after == {file for file in before if "step-00000004" not in file}, "nothing is left of the other one"
+
+
+def test_half_of_a_checkpoint_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was killed while it was deleted, and that a fork has pinned since, and then not found."""
+    place = _committed(tmp_path, 2)
+    with monkeypatch.context() as killed:
+        killed.setattr("raytune_fsdp.checkpoint.storage.shutil.rmtree", lambda *_, **__: None)
+        assert PosixStorage(place.checkpoints).remove("step-00000002.a1")
+    assert list(Path(place.checkpoints).rglob("state.json"))
+    PosixStorage(place.checkpoints).clean(lambda _: True)
+    assert not list(Path(place.checkpoints).iterdir())
+
+
+def test_a_checkpoint_that_is_hidden_while_ranks_read_it_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: what they then still find wrong is damage, and is not pinned."""
+    monkeypatch.setattr("raytune_fsdp.run.forks.pins._LOOK_SECONDS", 0.02)
+    place, child = _committed(tmp_path, 2, 4), _child(tmp_path)
+    parent = _parent(place, 2)
+    path = Path(parent.checkpoint.path)
+    pin(child, parent)
+    hidden = path.rename(path.with_name(f"{path.name}.tmp"))
+    back = threading.Timer(0.05, lambda: hidden.rename(path))
+    back.start()
+    look_again(child, parent, "manifest.json is gone", again=False)
+    back.join()
+    assert len(list(pins_of(place.path))) == 1
+    with pytest.raises(
+        ResumeError, match="step-00000002.a1 is damaged: the content of x is not what was written; .* 4"
+    ):
+        look_again(child, parent, "the content of x is not what was written", again=True)
+    assert not list(pins_of(place.path))
+    pin(child, parent)
+    shutil.rmtree(path)
+    with pytest.raises(ResumeError, match="is damaged: manifest.json is gone"):
+        look_again(child, parent, "manifest.json is gone", again=False)
+    assert not list(pins_of(place.path))
+
+
+def test_a_parent_that_keeps_its_pins_elsewhere_is_refused(tmp_path: Path) -> None:
+    place, elsewhere = _committed(tmp_path, 2), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    place.pins.symlink_to(elsewhere)
+    with pytest.raises(ResumeError, match="pins is a link to .*elsewhere"):
+        parent_of(_child(tmp_path), Fork(path=place.path, step=2, named="base", base=""), trusted=True)
+    assert not list(elsewhere.iterdir())
 
 
 @pytest.mark.thorough
@@ -286,6 +381,84 @@ def test_a_fork_s_config_is_its_parent_s_but_for_the_changes(
         (["base"], "missing: --at STEP; "),
         (["base", "--at", "4"], "names places outside of it that you have not chosen"),
         (["base", "--unpin", "x", "--at", "4"], "removes a pin, and nothing else"),
+        (["base", "--at", "4", "--run.fork.step", "5"], "--at 4 and --run.fork.step 5 say two things: leave"),
+        (["base", "--at", "4", "--name=x", "--run.name=y"], "--name x and --run.name y say two things"),
+        (["base", "--at", "4", "--name", "x/y", trusted], "run.name"),
     ):
         assert main(["fork", *arguments]) == 2
         assert words in capsys.readouterr().err
+
+
+CONFIG = (
+    "run: {name: base}\nmodel: {path: m}\ndata: {train: [{path: rows.jsonl}], seq_len: 8}\n"
+    "train: {global_batch: 2, max_steps: 9}\n"
+)
+
+
+def test_the_same_command_goes_on_with_the_fork_s_own_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever has become of its parent's since, and if that is gone."""
+    monkeypatch.chdir(tmp_path)
+    base = _committed(tmp_path, 4, 6).path
+
+    def printed(at: int) -> Any:
+        command = ["fork", "base", "--at", str(at), "--name", "lower", "--print", "--optim.lr", "1e-5"]
+        assert main([*command, "--trust-places"]) == 0
+        return yaml.safe_load(capsys.readouterr().out)
+
+    (base / "config.yaml").write_text(CONFIG)
+    first = printed(4)
+    (tmp_path / "lower").mkdir()
+    (tmp_path / "lower" / "config.yaml").write_text(yaml.safe_dump(first))
+    (base / "config.yaml").write_text(f"{CONFIG}optim: {{schedule_steps: 1000}}\n")
+    assert printed(4) == first and first["optim"]["schedule_steps"] is None
+    assert printed(6)["optim"]["schedule_steps"] == 1000, "another fork"
+    shutil.rmtree(base)
+    assert printed(4) == first
+    assert main(["fork", "base", "--at", "6", "--name", "lower", "--print"]) == 2
+    assert "base is not a run directory" in capsys.readouterr().err
+
+
+def test_unpinning_removes_every_pin_of_a_fork(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that has begun anew from another run has two."""
+    place, child = _committed(tmp_path, 2), _child(tmp_path)
+    shutil.copytree(place.path, tmp_path / "other")
+    other = RunDir(tmp_path / "other", str(tmp_path / "other" / "checkpoints"))
+    for parent in (place, other):
+        pin(child, _parent(parent, 2))
+    (tmp_path / "another" / "pins" / f"{pin_name(child.path)}.json").mkdir(parents=True)  # it cannot be removed
+    assert main(["fork", "--unpin", str(child.path)]) == 0
+    said = capsys.readouterr().out
+    assert "base may prune" in said and "other may prune" in said
+    assert not [*pins_of(place.path), *pins_of(other.path)]
+    assert main(["fork", "--unpin", str(child.path)]) == 2
+    said = capsys.readouterr().err
+    assert "no run in" in said and "another could not be looked at: " in said
+    pin(child, _parent(place, 2))
+    assert main(["fork", str(place.path), "--unpin", str(tmp_path / "moved")]) == 2
+    assert f"has no pin of it, but of {child.path}; of a fork that was moved, give the" in capsys.readouterr().err
+
+
+def test_unpinning_does_not_go_where_a_lineage_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be a stranger's; the command that goes there is named."""
+    place, child = _committed(tmp_path / "far", 2), _child(tmp_path)
+    pin(child, _parent(place, 2))
+    child.path.mkdir()
+    put_lineage(child.path, Lineage(forks=[ForkedFrom(**{**asdict(LINK), "path": str(place.path)})]))
+    assert main(["fork", "--unpin", str(child.path)]) == 2
+    said = capsys.readouterr().err
+    assert f"name the run that it forked (its lineage says {place.path}): `fork RUN --unpin FORK`" in said
+    assert len(list(pins_of(place.path))) == 1
+    assert main(["fork", str(place.path), "--unpin", str(child.path)]) == 0 and not list(pins_of(place.path))
+
+
+def test_a_fork_of_a_short_last_step_says_which_steps_there_are(tmp_path: Path) -> None:
+    parent, plan = _parent(_committed(tmp_path, 2, 4), 4), SimpleNamespace(
+        steps=9, division=SimpleNamespace(global_batch=8, total_samples=60)
+    )  # fmt: skip
+    state, anything = RunState(step=4, samples=30), cast(Any, plan)
+    with pytest.raises(
+        ResumeError, match=r"run.fork.step=4: .*base ended with a short step: 30 .* those of steps 2, 4"
+    ):
+        check_extension(anything, _child(tmp_path), anything, parent.checkpoint, state, parent)

@@ -18,7 +18,16 @@ import xxhash
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.untrusted import check_size
 from raytune_fsdp.checkpoint.peers.keeper import Held, Keeper
-from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, PIECES, Sink, StoredFile, at_once, nobody
+from raytune_fsdp.checkpoint.storage import (
+    MANIFEST_FILE,
+    PIECES,
+    Pinned,
+    Sink,
+    StoredFile,
+    at_once,
+    nobody,
+    not_pinned,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +158,7 @@ class PeerStorage:
         self._keepers.drop([name])  # a copy is its own run's alone
         return True
 
-    def clean(self) -> None:
+    def clean(self, pinned: Pinned = not_pinned) -> None:
         """Do nothing: what is unfinished goes with the next copy."""
 
     def forget(self, attempt: int, but: str | None) -> None:

@@ -14,9 +14,9 @@ MOST_THREADS = 1024
 class ForkConfig(Section):
     run: Annotated[str, AfterValidator(local_path)]
     """Begin where this run was after `step`, with its weights, optimizer state, loss scale and place in the data: its
-    directory, or its name if it is in `run.storage`, too. What may differ from it: `optim` (but `optimizer.type`, `moments`
-    and `groups`), the run's length, and the numbers of the loss. Nothing is copied: that run keeps the checkpoint until
-    `raytune-fsdp fork --unpin`. See docs/sweeps.md."""
+    directory, or its name if it is in `run.storage`, too. What may differ from it: `optim` (but `optimizer.type`,
+    `optimizer.moments`, `groups`, and whether `sgd` has a momentum), the run's length, and the numbers of the loss. Nothing
+    is copied: that run keeps the checkpoint until `raytune-fsdp fork --unpin`. See docs/sweeps.md."""
 
     step: int = Field(ge=1)
     """The step of one of its checkpoints. The first step of this run is the one after it."""

@@ -14,20 +14,25 @@ FORK = "run.fork"
 changed. The name and the path of its parent decide nothing."""
 
 MAY_CHANGE = (
-    "a fork may change optim (but optimizer.type, moments and groups), its length, and the numbers of train.objective, "
-    "label_smoothing, z_loss, router_aux_loss_coef and router_z_loss_coef"
+    "a fork may change optim (but optimizer.type, optimizer.moments, groups, and whether sgd has a momentum), its "
+    "length, and the numbers of train.objective, label_smoothing, z_loss, router_aux_loss_coef and router_z_loss_coef"
 )
 _COEFFICIENTS = {
     "train.label_smoothing", "train.z_loss", "train.router_aux_loss_coef", "train.router_z_loss_coef",
 }  # fmt: skip
 # An identity leaves optim.optimizer out if it is AdamW with moments as usual.
 _OF_STATE = {"optim.optimizer", "optim.optimizer.type", "optim.optimizer.moments", "optim.groups"}
-_MOMENTUM = "optim.optimizer.momentum"
+_MOMENTUM, _WITHOUT_STATE = "optim.optimizer.momentum", "sgd"
+_COUNTED = ("train.objective.desirable_weight", "auto")
+"""A number that follows from the data."""
 
 
 def allowed_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return what a fork changes of what it may, by dotted keys, with both values; None: not set."""
-    return {key: (old, new) for key, old, new in _differing(before, now) if _may_change(key, old, new)}
+    chosen = before.get("optim.optimizer")
+    optimizer = chosen.get("type") if isinstance(chosen, Mapping) else None
+    differing = _differing(before, now)
+    return {key: (old, new) for key, old, new in differing if may_change(key, old, new, optimizer=optimizer)}
 
 
 def with_allowed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,12 +67,17 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
             yield name, old, new
 
 
-def _may_change(key: str, old: Any, new: Any) -> bool:
+def may_change(key: str, old: Any, new: Any, *, optimizer: str | None = None) -> bool:
+    """Return whether a fork may change an entry of its parent's identity from one value to another.
+
+    `optimizer`: the type that both have; None: any, so what may not change with one of them may not.
+    """
     if key.startswith("optim."):
-        # Without momentum SGD keeps no sum of gradients.
-        return key not in _OF_STATE and not (key == _MOMENTUM and bool(old) != bool(new))
+        # Without momentum SGD keeps no sum of gradients; Muon always keeps its mean.
+        keeps = key != _MOMENTUM or optimizer not in (None, _WITHOUT_STATE) or bool(old) == bool(new)
+        return key not in _OF_STATE and keeps
     if key.startswith("train.objective."):
-        return not key.endswith(".type") and _is_numeric(old) and _is_numeric(new)
+        return not key.endswith(".type") and all(_is_numeric(each) or (key, each) == _COUNTED for each in (old, new))
     return key in _COEFFICIENTS
 
 

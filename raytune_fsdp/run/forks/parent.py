@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import ResumeError, TransientError
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, digest_of, verify
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, checkpoint_at, committed, digest_of, verify
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, forked_run
@@ -55,10 +55,10 @@ def fork_of(config: FinetuneConfig) -> Fork | None:
     return Fork(path=path, step=fork.step, named=fork.run, base=str(config.model.path or ""))
 
 
-def parent_of(child: RunDir, fork: Fork, *, trusted: bool, damaged: Damaged | None = None) -> Parent:
+def parent_of(child: RunDir, fork: Fork, *, trusted: bool) -> Parent:
     """Return the parent of a run that has no checkpoint yet. ResumeError if it lacks the checkpoint, or has damaged it.
 
-    `trusted`: the command says that places may be followed. `damaged`: what the ranks have found.
+    `trusted`: the command says that places may be followed.
     """
     path, named = fork.path, f"run.fork.run={fork.named}"
     if not path.is_dir():
@@ -68,12 +68,10 @@ def parent_of(child: RunDir, fork: Fork, *, trusted: bool, damaged: Damaged | No
     check_places(path, trusted=trusted, base=fork.base)
     place = RunDir(path, checkpoints_of(path))
     try:
-        there = [each for each in committed(place.checkpoints) if each.step == fork.step]
-        if not there:
+        found = checkpoint_at(committed(place.checkpoints), fork.step)
+        if found is None:
             raise ResumeError(f"{named}: there is no checkpoint of step {fork.step}; {steps_there(place)}")
-        # Of one step, that which the clock has not chosen, and of the newest attempt.
-        found = max(there, key=lambda each: (each.lasting, each.attempt))
-        problem = (damaged or {}).get(found) or verify(found, hashes=False)
+        problem = verify(found, hashes=False)  # the ranks hash it together
         if problem is not None:
             raise ResumeError(f"{named}: {found.path} is damaged: {problem}; {steps_there(place)}")
         lineage = read_lineage(path)

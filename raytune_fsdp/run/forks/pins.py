@@ -61,16 +61,34 @@ def pin(child: RunDir, parent: Parent) -> None:
             f"{file} cannot be written ({error.strerror or error}): without it, {parent.place.path} could prune the "
             "checkpoint that this run begins with; make it writable, or copy that run and name the copy in run.fork.run"
         ) from error
+    if not _is_there(parent):
+        file.unlink(missing_ok=True)
+        raise ResumeError(
+            f"run.fork.step={parent.checkpoint.step}: {parent.checkpoint.path} was pruned while this run was prepared; "
+            f"{steps_there(parent.place)}"
+        )
+
+
+def look_again(child: RunDir, parent: Parent, problem: str, *, again: bool) -> None:
+    """Return if the parent's checkpoint is there, although the ranks have found a problem: pruning hides one for a
+    moment before it asks for pins. ResumeError, and no pin, if it is not, or if they have looked `again`."""
+    if not again and _is_there(parent):
+        return
+    with suppress(OSError):
+        unpin(parent.place.path, pin_name(child.path))
+    raise ResumeError(
+        f"run.fork.step={parent.checkpoint.step}: {parent.checkpoint.path} is damaged: {problem}; "
+        f"{steps_there(parent.place)}"
+    )
+
+
+def _is_there(parent: Parent) -> bool:
     storage = storage_at(parent.checkpoint.root)
     for look in range(_LOOKS):
         if MANIFEST_FILE in storage.sizes(parent.checkpoint.name):
-            return
+            return True
         time.sleep(_LOOK_SECONDS * (look < _LOOKS - 1))
-    file.unlink(missing_ok=True)
-    raise ResumeError(
-        f"run.fork.step={parent.checkpoint.step}: {parent.checkpoint.path} was pruned while this run was prepared; "
-        f"{steps_there(parent.place)}"
-    )
+    return False
 
 
 def is_pinned(place: RunDir, checkpoint: str) -> bool:

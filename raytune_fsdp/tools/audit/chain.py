@@ -14,7 +14,7 @@ from raytune_fsdp.plan.run_dir import RunDir, forked_run
 from raytune_fsdp.run.forks.changes import FORK
 from raytune_fsdp.run.forks.parent import Parent, fork_of, parent_of
 from raytune_fsdp.run.places import check_parent
-from raytune_fsdp.tools.audit.segment import Segment, choose_segment
+from raytune_fsdp.tools.audit.segment import Segment, check_mounted, choose_segment
 
 _MOST_RUNS = 1000
 
@@ -78,6 +78,7 @@ def _begun_with(config: FinetuneConfig, place: RunDir, *, trusted: bool) -> Pare
     own = f"audit a segment between checkpoints of the run's own (--from, --to): {_steps(place)}"
     try:
         found = parent_of(place, fork, trusted=True)
+        check_mounted(found.place)
     except RaytuneError as error:
         raise ConfigError(f"--from {fork.step}: {error}; {own}") from error
     known = _known_digest(place)

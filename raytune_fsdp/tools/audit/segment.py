@@ -39,11 +39,7 @@ def choose_segment(place: RunDir, first: int | None, last: int | None, begins_af
 
     `begins_after`: the step of the checkpoint with which a fork began. A segment that begins there has no `before` yet.
     """
-    if is_url(place.checkpoints):
-        raise ConfigError(
-            f"{place.checkpoints} is in an object store, and an audit reads checkpoints from a file system: copy those "
-            f"of the segment to {place.path}/checkpoints, and remove {place.checkpoints_at.name} there"
-        )
+    check_mounted(place)
     kept = {each.step: each for each in committed(place.checkpoints)}
     there = ", ".join(map(str, sorted(kept))) or "none"
     lasting = [step for step, found in kept.items() if found.lasting]  # the others are at steps chosen by the clock
@@ -59,6 +55,15 @@ def choose_segment(place: RunDir, first: int | None, last: int | None, begins_af
     if last > reached:
         raise ConfigError(f"--to {last}: the run has come to step {reached}")
     return Segment(first=first, last=last, before=kept.get(first), after=kept.get(last))
+
+
+def check_mounted(place: RunDir) -> None:
+    """Refuse to audit by checkpoints in an object store: the run's own, or those of its parent."""
+    if is_url(place.checkpoints):
+        raise ConfigError(
+            f"{place.checkpoints} is in an object store, and an audit reads checkpoints from a file system: copy those "
+            f"of the segment to {place.path}/checkpoints, and remove {place.checkpoints_at.name} there"
+        )
 
 
 def copied_checkpoint(checkpoint: CommittedCheckpoint, root: Path) -> CommittedCheckpoint:

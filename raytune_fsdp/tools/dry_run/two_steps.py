@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import Interrupted, TrainingError
@@ -21,6 +22,9 @@ from raytune_fsdp.tools.dry_run.outcome import DryRun, measured
 from raytune_fsdp.tools.dry_run.scratch import scratch
 from raytune_fsdp.tools.dry_run.trial import trial_of
 
+if TYPE_CHECKING:
+    from raytune_fsdp.run.resume import Resumed
+
 
 def dry_run(
     config: FinetuneConfig,
@@ -36,14 +40,19 @@ def dry_run(
     `trust_places`: as in `finetune`. Raises what keeps the run from being trained, also a lack of memory.
     """
     check_config(config, None)  # the trial's config no longer has all of its settings
+    begun = None
     if is_rank0():  # here, as the directory of the trial has no mark of this user's
         check_beginning(config, trusted=trust_places)
+        if config.run.fork is not None:
+            from raytune_fsdp.tools.dry_run.fork import begun_with
+
+            begun = begun_with(config, trusted=trust_places)
     began, storage = began or time.time(), storage_of(config)
     # The other ranks of torchrun never ask for the place of the run: they get it from rank 0.
     here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
     try:
         with here as directory:
-            return _tried(config, directory, began, progress, force)
+            return _tried(config, directory, began, progress, force, begun)
     except Interrupted:
         # Training's message says that what it has saved is there to go on from, which is not so here.
         raise Interrupted("the dry run was stopped, and what it has written is removed") from None
@@ -53,7 +62,12 @@ def dry_run(
 
 
 def _tried(
-    config: FinetuneConfig, directory: Path, began: float, progress: Progress | None, force: bool
+    config: FinetuneConfig,
+    directory: Path,
+    began: float,
+    progress: Progress | None,
+    force: bool,
+    begun: Resumed | None,
 ) -> DryRun | None:
     trial = trial_of(config, directory)
     with environment(quieting()), ignoring_warnings(), locked(trial) if is_rank0() else nullcontext():
@@ -61,4 +75,8 @@ def _tried(
             from raytune_fsdp.launch.start import run
 
             prepared, _ = run(trial, progress, dry=True, force=force, trust_places=True)
+        if begun is not None:
+            from raytune_fsdp.tools.dry_run.fork import check_changes
+
+            check_changes(config, begun, prepared)
         return measured(config, trial, prepared, began) if is_rank0() else None

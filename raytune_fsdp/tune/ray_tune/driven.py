@@ -1,6 +1,6 @@
 """A process that trains runs, one after another, for a program that may be killed at any moment.
 
-    python -m raytune_fsdp.tune.driven ANSWERS
+    python -m raytune_fsdp.tune.ray_tune.driven ANSWERS
 
 Orders are lines of JSON on its standard input, answers on the open file ANSWERS. It trains with `finetune`, in its main
 thread, so signals are its own; a run that ends in order keeps what it has imported for the next one. It is no child of
@@ -74,20 +74,12 @@ class RunDriver:
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
         try:
-            with open(log, "ab", opener=open_private) as output:
-                subprocess.run(
-                    [sys.executable, "-m", __name__, str(answers)], check=True, start_new_session=True,
-                    stdin=orders, stdout=output, stderr=output, pass_fds=[answers], cwd=cwd, env=dict(env),
-                )  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            raise TrainingError(
-                f"a process for the run could not be started ({in_one_line(error)}; see {log})"
-            ) from error
-        finally:
-            os.close(orders)
-            os.close(answers)
-        os.set_blocking(self._answers, False)
-        self._process = self._hello()
+            _start(orders, answers, cwd=cwd, env=env, log=log)
+            os.set_blocking(self._answers, False)
+            self._process = self._hello()
+        except BaseException:
+            self.close()  # at the end of its orders the process ends, if it has begun
+            raise
 
     def _hello(self) -> psutil.Process:
         until = time.monotonic() + _BEGINS_SECONDS
@@ -132,12 +124,14 @@ class RunDriver:
         if self.look() is not None:
             return
         self._write({"stop": seconds})
-        until = time.monotonic() + seconds + 2 * _AT_ONCE_SECONDS
+        until, killed = time.monotonic() + seconds + 2 * _AT_ONCE_SECONDS, False
         while self.look() is None:
-            if time.monotonic() > until:  # not even its threads do anything any more
+            if killed and time.monotonic() > until:  # the kernel waits for storage that does not answer
+                self._end, self._ending = RunEnd("gone", f"process {self._process.pid} was killed, and is there"), True
+            elif time.monotonic() > until:  # not even its threads do anything any more
                 with suppress(psutil.NoSuchProcess):
                     self._process.kill()
-                until = time.monotonic() + _AT_ONCE_SECONDS
+                until, killed = time.monotonic() + _AT_ONCE_SECONDS, True
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
@@ -157,6 +151,21 @@ class RunDriver:
                 self._rest += part
         *lines, self._rest = self._rest.split(b"\n")
         return [json.loads(line) for line in lines]
+
+
+def _start(orders: int, answers: int, *, cwd: Path, env: Mapping[str, str], log: Path) -> None:
+    """Start the process, with its ends of the pipes, which are closed here."""
+    try:
+        with open(log, "ab", opener=open_private) as output:
+            subprocess.run(
+                [sys.executable, "-m", __name__, str(answers)], check=True, start_new_session=True, stdin=orders,
+                stdout=output, stderr=output, pass_fds=[answers], cwd=cwd, env=dict(env), timeout=_BEGINS_SECONDS,
+            )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        raise TrainingError(f"a process for the run could not be started ({in_one_line(error)}; see {log})") from error
+    finally:
+        os.close(orders)
+        os.close(answers)
 
 
 class _Order:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError, ResumeError
 from raytune_fsdp.base.untrusted import check_format, is_count, is_file_name, read_json, reason, shown
+from raytune_fsdp.base.urls import is_url
+from raytune_fsdp.checkpoint.catalogue import checkpoint_at, committed, digest_of
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.plan.run_dir import RunDir
 
 BASE = "base"
 """The key of `param_space` that names the config which all trials share; all others are fields of it."""
@@ -66,6 +70,31 @@ class TrialReference:
         return made
 
 
+def check_reference(found: TrialReference, place: RunDir, *, forks: bool = False) -> None:
+    """Refuse a reference whose run is not in its place, which would silently begin anew. `forks`: also one to a
+    checkpoint that is gone, or that is another one by now."""
+    there = committed(place.checkpoints)
+    if not there:
+        raise ResumeError(
+            f"run.storage={place.path.parent}: Tune has a checkpoint of trial {found.trial}, and its run {found.run} "
+            f"has none in {place.checkpoints}. A relative run.storage or checkpoint.storage begins where Tune was "
+            "started: start it there, or name the directory from the root on; if the run is lost, begin anew"
+        )
+    if not forks:
+        return
+    digest: str | None = None
+    with suppress(FileNotFoundError):  # pruned just now
+        if (chosen := checkpoint_at(there, found.step)) is not None:
+            digest = digest_of(chosen)
+    if digest != found.digest:
+        problem = "has pruned it" if digest is None else f"has another one of that step, with the digest {digest}"
+        raise ResumeError(
+            f"run.fork: a trial is to go on from the checkpoint of step {found.step} of {place.path} (digest "
+            f"{found.digest}), and that run {problem}: it cannot be had any more. Begin a new experiment with "
+            "checkpoint.keep_last=null, which keeps all that another trial may take over"
+        )
+
+
 def config_of(given: Mapping[str, Any], cwd: Path) -> FinetuneConfig:
     """Return the config that Tune has given a trial: `base`, and its fields by dotted names or in sections."""
     base = given.get(BASE)
@@ -77,8 +106,18 @@ def config_of(given: Mapping[str, Any], cwd: Path) -> FinetuneConfig:
         base = cwd / base  # Tune has sent this process elsewhere
     changes = {name: value for name, value in given.items() if name != BASE}
     config = load_config(base, [f"--{name}={_written(value)}" for name, value in _flat(changes)])
-    storage = str(cwd / Path(config.run.storage).expanduser())
-    return with_run(config, storage=storage, resume="auto")
+    if config.run.stop_after is not None:
+        raise ConfigError(
+            f"run.stop_after={config.run.stop_after}: Tune says after which step a trial ends: leave it out (with "
+            f"param_space['run.stop_after']=None, if {BASE} has it), and give tune.RunConfig(stop={{'step': "
+            f"{config.run.stop_after}}})"
+        )
+    # This process looks for the run and its checkpoints, too.
+    config = with_run(config, storage=str(cwd / Path(config.run.storage).expanduser()), resume="auto")
+    place = config.checkpoint.storage
+    if place is not None and not is_url(place):
+        config = _with(config, "checkpoint", storage=str(cwd / Path(place).expanduser()))
+    return config
 
 
 def forked(config: FinetuneConfig, fork: Mapping[str, Any] | None) -> FinetuneConfig:
@@ -87,13 +126,18 @@ def forked(config: FinetuneConfig, fork: Mapping[str, Any] | None) -> FinetuneCo
 
 
 def with_run(config: FinetuneConfig, **fields: Any) -> FinetuneConfig:
+    """Return a config with other values in its section `run`."""
+    return _with(config, "run", **fields)
+
+
+def _with(config: FinetuneConfig, section: str, **fields: Any) -> FinetuneConfig:
     values = config.model_dump(mode="json", exclude_unset=True)
-    return load_config({**values, "run": {**values["run"], **fields}})
+    return load_config({**values, section: {**values[section], **fields}})
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value

@@ -6,7 +6,6 @@ does when, which all of this follows from.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -19,14 +18,14 @@ import ray
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE
 
-import raytune_fsdp
 from raytune_fsdp.base.durable import make_private
 from raytune_fsdp.base.errors import RaytuneError, ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import is_count, read_json
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, digest_of
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, checkpoint_at, committed, digest_of
 from raytune_fsdp.checkpoint.on_demand import Asking, StopRequest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.notices import STOP_SECONDS as STOP_SECONDS_VARIABLE
+from raytune_fsdp.launch.notices import seconds_in
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import PLAN_FILE, RunDir
 from raytune_fsdp.record import names
@@ -35,7 +34,15 @@ from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.report.overview import steps_of
 from raytune_fsdp.record.tail import RecordFollower
 from raytune_fsdp.tune.ray_tune.driven import STOP_SECONDS, RunDriver
-from raytune_fsdp.tune.ray_tune.reference import TrialReference, config_of, forked, hash_of, with_run
+from raytune_fsdp.tune.ray_tune.environment import environment_of_driver
+from raytune_fsdp.tune.ray_tune.reference import (
+    TrialReference,
+    check_reference,
+    config_of,
+    forked,
+    hash_of,
+    with_run,
+)
 
 DRIVER_MEMORY = 1 << 30
 """What a trial asks Tune for: the memory of its actor and of the process that drives its run. No CPU: the ranks ask for
@@ -51,10 +58,6 @@ _PLANNED_SECONDS = 60.0
 """How long a reference waits for the checkpoint that the plan has at its step, before it asks for another."""
 _ORIGINAL = "TUNE_ORIG_WORKING_DIR"
 """Variable of Tune's: where its actor was before Tune sent it into the trial's directory."""
-_OF_WORKERS = ("RAY_JOB_ID", "RAY_RAYLET_PID")
-"""Variables that Ray gives a worker, and that are not another driver's."""
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Where Ray's jobs give their drivers the runtime environment, too."""
 
 
 class RunTrial(Trainable):  # type: ignore[misc]
@@ -71,7 +74,7 @@ class RunTrial(Trainable):  # type: ignore[misc]
 
     def setup(self, config: dict[str, Any]) -> None:
         self._cwd = Path(os.environ.get(_ORIGINAL) or os.getcwd())
-        self._seconds = float(os.environ.get(STOP_SECONDS_VARIABLE) or STOP_SECONDS)
+        self._seconds = seconds_in(os.environ, STOP_SECONDS_VARIABLE, STOP_SECONDS)
         self._driver: RunDriver | None = None
         self._trains = False
         self._lock, self._calls = threading.Lock(), 0
@@ -121,9 +124,9 @@ class RunTrial(Trainable):  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         with self._called():
-            found = self._commit()
+            found, digest = self._commit()
             TrialReference(
-                trial=self.trial_id, run=self._config.run.name, step=found.step, digest=digest_of(found),
+                trial=self.trial_id, run=self._config.run.name, step=found.step, digest=digest,
                 seen=self._seen, given=self._given, fork=self._fork,
             ).write(Path(checkpoint_dir))  # fmt: skip
 
@@ -134,13 +137,17 @@ class RunTrial(Trainable):  # type: ignore[misc]
         found = TrialReference.read(Path(checkpoint))
         with self._called():
             self._stop()
+            there = RunDir.of(with_run(self._base, name=found.run))
             if found.trial == self.trial_id and found.given == self._given:
+                check_reference(found, there)
                 self._be(found.run, fork=found.fork, seen=found.seen)
                 return
             # The name follows from what is forked, and with which values: the same call again finds the same run.
             which = hash_of([found.run, found.step, found.digest, self._given])[:8]
             fork = {"run": found.run, "step": found.step}
             self._be(f"{self._base.run.name}-{self.trial_id}-{which}", fork=fork, seen=found.seen)
+            if not committed(self._place.checkpoints):  # with one of its own a fork needs the other run no more
+                check_reference(found, there, forks=True)
 
     def cleanup(self) -> None:
         with self._lock:
@@ -197,20 +204,18 @@ class RunTrial(Trainable):  # type: ignore[misc]
         self._driver.train(self._config, log, stop_seconds=self._seconds)
         self._trains = True
 
-    def _commit(self) -> CommittedCheckpoint:
-        """Return a committed checkpoint of the newest evaluation's step; if it has none, of a step after it, for which
-        the run is asked."""
+    def _commit(self) -> tuple[CommittedCheckpoint, str]:
+        """Return a committed checkpoint of the newest evaluation's step, and its digest; if there is none, that of a
+        step after it, for which the run is asked."""
         asking, asked = Asking(self._place.path), False
         ask_at = time.monotonic() + (_PLANNED_SECONDS if _is_planned(self._place, self._seen) else 0.0)
         try:
             while True:
                 over = self._is_over()
-                there = committed(self._place.checkpoints)
-                if found := next((each for each in there if each.lasting and each.step >= max(1, self._seen)), None):
+                if (found := self._committed(over)) is not None:
                     return found
-                if over:
-                    return there[-1]
-                self._train()
+                if not over:
+                    self._train()
                 if not asked and time.monotonic() > ask_at and self._place.path.is_dir():
                     asking.ask()
                     asked = True
@@ -223,21 +228,32 @@ class RunTrial(Trainable):  # type: ignore[misc]
         finally:
             asking.leave()
 
+    def _committed(self, over: bool) -> tuple[CommittedCheckpoint, str] | None:
+        """Return what a reference may name now; None: nothing yet. `over`: the run is complete."""
+        there = committed(self._place.checkpoints)
+        step = next((each.step for each in there if each.lasting and each.step >= max(1, self._seen)), None)
+        if over and step is None:
+            if not there:
+                raise TrainingError(
+                    f"{self._place.path}: the run is complete, and {self._place.checkpoints} has no checkpoint: "
+                    "bring its checkpoints back there (checkpoint.storage), or remove the run to train it again"
+                )
+            step = there[-1].step
+        with suppress(FileNotFoundError):  # pruned just now, so there is a newer one
+            if step is not None and (found := checkpoint_at(there, step)) is not None:
+                return found, digest_of(found)
+        return None
+
     def _environment(self) -> dict[str, str]:
-        """Return the environment of the run's driver: that with which Ray began this process, and its cluster."""
+        """Return the environment of the run's driver."""
         began = Path("/proc/self/environ").read_text(errors="surrogateescape").split("\0")
-        env = dict(each.split("=", 1) for each in began if "=" in each)
-        env = {name: value for name, value in env.items() if name not in _OF_WORKERS}
-        package = str(Path(raytune_fsdp.__file__).parents[1])
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (package, env.get("PYTHONPATH"))))
-        env.setdefault(STOP_SECONDS_VARIABLE, f"{self._seconds:g}")
-        if ray.is_initialized():
-            context = ray.get_runtime_context()
-            env["RAY_ADDRESS"] = context.gcs_address
-            own = {name: value for name, value in dict(context.runtime_env).items() if name != "env_vars"}
-            if own:
-                env[_JOB] = json.dumps({"runtime_env": own, "metadata": {}})
-        return env
+        context = ray.get_runtime_context() if ray.is_initialized() else None
+        return environment_of_driver(
+            dict(each.split("=", 1) for each in began if "=" in each),
+            seconds=self._seconds,
+            address=None if context is None else context.gcs_address,
+            runtime_env={} if context is None else dict(context.runtime_env),
+        )
 
 
 class _Evaluations:
