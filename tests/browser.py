@@ -104,7 +104,7 @@ class Browser:
     def press(self, key: str, times: int = 1) -> None:
         for _ in range(times):
             for kind in ("rawKeyDown", "keyUp"):
-                code = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}[key]
+                code = {"ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "Enter": 13, "Escape": 27}[key]
                 self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     @property

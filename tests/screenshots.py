@@ -1,4 +1,5 @@
-"""Pictures of the pages that people see: a report, a comparison, the runs of a storage, the planner, and MLflow.
+"""Pictures of the pages that people see: a report, a comparison, the runs of a storage, a sweep, the planner, and
+MLflow.
 
     python -m tests.screenshots                        # all of them, into docs/images
     python -m tests.screenshots --out DIR report runs  # some of them, to look at
@@ -31,16 +32,19 @@ from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.record import names
 from raytune_fsdp.record.lines import to_bytes
 from raytune_fsdp.record.report.history import data_of
+from raytune_fsdp.tune.log import Decision, Entry, SweepBegun, Trial, TrialEnded, Value, line_of
 from tests.browser import CHROMIUM, Browser
 from tests.mlflow_server import Server
 from tests.records import BEGAN, make_config
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
-PAGES = ("report", "comparison", "runs", "planner", "mlflow")
+PAGES = ("report", "comparison", "runs", "sweep", "planner", "mlflow")
 WIDTHS = (1400, 390)
 MOST = {1400: 1500, 390: 1800}
 """Pixels of height that are kept."""
+MOST_OF_SWEEP = 900
+"""Of the page with a sweep: below it are the rows of its trials."""
 
 
 def main() -> None:
@@ -64,7 +68,7 @@ def main() -> None:
                         browser.wait(ready, 300)
                         time.sleep(5 if page == "mlflow" else 0.5)  # it draws on after its text is there
                         picture = found.out / f"{page}-{width}-{scheme}.png"
-                        browser.picture(picture, most=MOST[width])
+                        browser.picture(picture, most=MOST_OF_SWEEP if page == "sweep" else MOST[width])
                         make_small(picture)
                         print(picture, flush=True)
 
@@ -73,7 +77,10 @@ def main() -> None:
 def address(page: str, storage: Path, scratch: Path) -> Iterator[tuple[str, str]]:
     """Give the address of a page, and what is true in it once it shows everything."""
     runs, out = ["runs/first", "runs/second"], scratch / f"{page}.html"
-    words = {"report": ["report", runs[0]], "comparison": ["report", *runs], "runs": ["runs", "--html"]}
+    words = {"report": ["report", runs[0]], "comparison": ["report", *runs], "runs": ["runs", "--html"],
+             "sweep": ["runs", "sweep", "--html"]}  # fmt: skip
+    if page == "sweep":
+        make_sweep(scratch / "sweep")
     if page in words:
         command = [sys.executable, "-m", "raytune_fsdp.cli.main", *words[page], "--out", str(out)]
         subprocess.run(command, check=True, cwd=scratch, env={**os.environ, "PYTHONPATH": str(ROOT)})
@@ -144,7 +151,7 @@ def make_run(
         ranks = 6 if resized and step > 240 else 8
         attempt = 1 + (ranks == 6)
         at += (2.2 if ranks == 8 else 2.9) + abs(draw.gauss(0, 0.05)) + (90 if step == 241 and resized else 0)
-        value = 0.95 + 1.4 * math.exp(-step / 130 * (lr / 1e-4) ** 0.3) + draw.gauss(0, 0.04) + (lr > 1e-3) * step / 40
+        value = loss_of(lr, step) + draw.gauss(0, 0.04)
         lines.append(step_line(step, value, lr * min(1, step / 40), ranks, attempt, day + timedelta(seconds=at), draw))
         if step % 50 == 0:
             at += 14
@@ -170,6 +177,53 @@ def make_run(
     (run / "attempts.jsonl").write_bytes(
         to_bytes({"time": day.isoformat(), "attempt": 1, "event": names.STARTED_BY, "fields": by})
     )
+
+
+def loss_of(lr: float, step: int) -> float:
+    return 0.95 + 1.4 * math.exp(-step / 130 * (lr / 1e-4) ** 0.3) + (lr > 1e-3) * step / 40
+
+
+def make_sweep(storage: Path) -> None:
+    """A sweep of 24 trials by rungs, with the runs of its trials."""
+    draw = random.Random("sweep")
+    space = {"optim.lr": {"loguniform": [1e-5, 2e-3]}, "optim.warmup_steps": {"int": [0, 100]},
+             "method.type": {"choice": ["full", "lora"]}, "train.z_loss": {"choice": [0, 1e-4, 1e-3]}}  # fmt: skip
+    decides = {"space": space, "metric": "eval/heldout/loss"}
+    trials = [
+        Trial(
+            number,
+            {
+                "optim.lr": float(f"{10 ** draw.uniform(-5, -2.7):.6g}"), "optim.warmup_steps": draw.randint(0, 100),
+                "method.type": draw.choice(["full", "lora"]), "train.z_loss": draw.choice([0, 1e-4, 1e-3]),
+            },
+            number,
+        )
+        for number in range(24)
+    ]  # fmt: skip
+    log: list[Entry] = [SweepBegun(decides, {}, highest=False), *trials]
+    on, last = list(range(24)), {}
+    for step in (50, 100, 200, 400, 600):
+        found = {}
+        for number in on:
+            changes = trials[number].changes
+            worse = 0.1 * (changes["method.type"] == "lora") + changes["optim.warmup_steps"] / 1000
+            found[number] = round(loss_of(changes["optim.lr"], step) + worse + draw.gauss(0, 0.02), 4)
+            last[number] = step
+        log += [Value(number, step, value) for number, value in found.items()]
+        best = sorted(sorted(on, key=found.__getitem__)[: max(1, len(on) // 2)])
+        if step < 600:
+            log.append(Decision(step, tuple(best), tuple(number for number in on if number not in best)))
+            on = best
+    log += [TrialEnded(number, 600) for number in on]
+    for number, steps in last.items():
+        changes = trials[number].changes
+        make_run(
+            storage, f"rates-{number:03d}", lr=changes["optim.lr"], model="Qwen/Qwen3-0.6B",
+            method=changes["method.type"], steps=steps, ended="finished" if steps == 600 else "interrupted",
+        )  # fmt: skip
+    (storage / "rates").mkdir()
+    (storage / "rates" / "sweep.yaml").write_text("name: rates\n")
+    (storage / "rates" / "log.jsonl").write_bytes(b"".join(map(line_of, log)))
 
 
 def later(moment: str, seconds: float) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.tune.log import Entry, TrialEnded, Value, generation
+from raytune_fsdp.tune.log import Decision, Draw, Entry, TrialEnded, Value, generation, trials_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
 from raytune_fsdp.tune.space import trials_of
 from raytune_fsdp.tune.spec import SweepSpec, load_sweep
-from raytune_fsdp.tune.turn import turn
+from raytune_fsdp.tune.turn import begun_of, turn
 
 EVERY, LAST = 10, 80
 BASE: dict[str, Any] = {
@@ -86,7 +86,7 @@ class World:
 
 def play(world: World, log: Sequence[Entry] = (), chance: random.Random | None = None) -> list[Entry]:
     """Sweep on from a log to the end. `chance`: who is how fast, when the sweep is killed, and what that loses."""
-    entries, scheduler = list(log), world.scheduler
+    entries, scheduler = list(log) or [begun_of(world.spec, world.configs[0])], world.scheduler
     chance = chance or random.Random(0)
     while True:
         said = turn(world.spec, scheduler, entries, world.of(entries))
@@ -105,3 +105,13 @@ def play(world: World, log: Sequence[Entry] = (), chance: random.Random | None =
             world.train(chance.choice(running))
         else:  # the records of new forks are looked at in the next turn
             assert said.entries, "the sweep is not over, and nothing may run"
+
+
+def check_follows(scheduler: Scheduler, log: Sequence[Entry], trials: int) -> None:
+    """Play a log back: after each of its entries the scheduler says what comes next on it, where it decides."""
+    for number, entry in enumerate(log[1:], 1):
+        before = log[:number]
+        if len(trials_in(before)) < trials:
+            continue
+        said = list(scheduler.next(trials_in(before), before).entries[:1])
+        assert said == ([entry] if isinstance(entry, Decision | Draw) else [])

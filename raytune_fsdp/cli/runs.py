@@ -35,7 +35,7 @@ def parser_of(prog: str) -> Parser:
     )
     parser.add_argument("storage", type=Path, nargs="?", default=Path("runs"), help="run.storage (default: runs)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for every run")
-    parser.add_argument("--html", action="store_true", help="make one page of them, with filters")
+    parser.add_argument("--html", action="store_true", help="make one page of them, with filters, and of their sweeps")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="with --html: where to write it (default: runs.html in the storage)"
     )
@@ -86,9 +86,10 @@ def _check(parser: Parser, found: Namespace) -> None:
 def _put_page(storage: Path, rows: Sequence[tuple[Overview, str]], place: Path | None) -> Path:
     from raytune_fsdp.record.report.page import write_page
     from raytune_fsdp.record.report.runs_page import runs_page
+    from raytune_fsdp.tune.coordinates import sweeps_in
 
     out = place or storage / "runs.html"
-    write_page(out, runs_page(storage, rows, out), private=place is None)
+    write_page(out, runs_page(storage, rows, out, *sweeps_in(storage)), private=place is None)
     return out
 
 

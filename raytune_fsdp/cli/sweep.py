@@ -38,7 +38,7 @@ def parser_of(prog: str) -> Parser:
         "--dry-run", action="store_true", help="check all trials, say what they would take, and start nothing"
     )
     parser.add_argument("--gpu", metavar="NAME", help="predict the hours on this device: A100-80GB, H100, ...")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="of each machine (default: 8)")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --gpu: of each machine (default: 8)")
     parser.add_argument("--price", type=float, metavar="X", help="with --gpu: price of a GPU for an hour")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
     return parser
@@ -70,7 +70,9 @@ def _check(parser: Parser, found: Namespace) -> None:
         parser.error("--price is for a prediction: name the device, too (--gpu A100-80GB)")
     if found.price is not None and not 0 <= found.price < math.inf:
         parser.error(f"--price {found.price} must be 0 or more")
-    if found.gpus_per_node < 1:
+    if found.gpus_per_node is not None and found.gpu is None:
+        parser.error("--gpus-per-node is for a prediction: name the device, too (--gpu A100-80GB)")
+    if found.gpus_per_node is not None and found.gpus_per_node < 1:
         parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
     if found.gpu is not None:
         from raytune_fsdp.cli.plan_on_gpus import gpu_of
@@ -80,15 +82,16 @@ def _check(parser: Parser, found: Namespace) -> None:
 
 def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler) -> None:
     """Say what the sweep takes, before anything is started."""
-    from raytune_fsdp.cli.plan_on_gpus import gpu_of
+    from raytune_fsdp.cli.plan_on_gpus import PER_NODE, gpu_of
     from raytune_fsdp.tune.cost import as_data, cost_of, in_words
+    from raytune_fsdp.tune.place import SweepDir
 
     gpu = None if found.gpu is None else gpu_of(found.gpu)
-    cost = cost_of(spec, scheduler, configs, _census(configs), gpu=gpu, per_node=found.gpus_per_node)
+    cost = cost_of(spec, scheduler, configs, _census(configs), gpu=gpu, per_node=found.gpus_per_node or PER_NODE)
     if found.json:
         print(json.dumps(as_data(cost)))
         return
-    for line in in_words(spec, cost, found.price):
+    for line in in_words(spec, cost, found.price, begun=SweepDir.of(spec).log.exists()):
         say(line)
 
 
@@ -104,24 +107,24 @@ def _census(configs: Sequence[FinetuneConfig]) -> Census | None:
 
 def _say_result(spec: SweepSpec, result: SweepResult) -> None:
     from raytune_fsdp.tune.best import commands_of
-    from raytune_fsdp.tune.board import SweepBoard, seeds_table
+    from raytune_fsdp.tune.board import SweepBoard
     from raytune_fsdp.tune.log import trials_in
-    from raytune_fsdp.tune.sweep import last_measured
+    from raytune_fsdp.tune.sweep import measured_by
     from raytune_fsdp.tune.table import leaderboard, over_seeds
 
+    board, log = SweepBoard(spec), result.log
     print()
-    for line in SweepBoard(spec).table(leaderboard(result.log), result.log):
+    for line in board.table(leaderboard(log)):
         say(line)
     if spec.seeds > 1:
-        trials = trials_in(result.log)
         print()
-        for line in seeds_table(over_seeds(trials, last_measured(spec, result.log), result.best.variant)):
+        for line in board.over_seeds(over_seeds(trials_in(log), measured_by(spec, log), result.best.variant)):
             say(line)
-    go_on, anew = commands_of(spec, result.best, result.log)
+    go_on, again = commands_of(spec, result.best, log)
     print()
     say(f"best       {result.place.best}")
     say(f"continue   {go_on}")
-    say(f"anew       {anew}")
+    say(f"once more  {again}")
 
 
 if __name__ == "__main__":

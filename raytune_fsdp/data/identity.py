@@ -17,15 +17,10 @@ from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import Source
-from raytune_fsdp.plan.identity import ABSENT, ONE_BY_ONE, named
+from raytune_fsdp.plan.identity import ABSENT, ONE_BY_ONE, decided_by_data, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_DECIDING = {
-    "seq_len", "packing", "long_documents", "shuffle", "window", "special_tokens_in_text", "chat_template_kwargs",
-    "chat_template_date",
-}  # fmt: skip
 
 
 def identity_of_windows(
@@ -82,7 +77,7 @@ def identity_of_windows(
         "reshuffle": "windows" if repeats else "full",
         # Not max_row_bytes, which only refuses. Not bad_rows: without bad rows both policies give the same windows, and
         # a window that skipped rows is refused where bad rows are errors.
-        **named("data", data, exclude=set(DataConfig.model_fields) - _DECIDING),
+        **decided_by_data(data),
     }
 
 

@@ -89,6 +89,10 @@ They are compared when the ranks have them (run/reference/)."""
 TEACHER_OF, TEACHER_VALUES = "teacher.of", "teacher.values"
 """The same of a teacher (run/teacher/)."""
 
+_DECIDING = {
+    "seq_len", "packing", "long_documents", "shuffle", "window", "special_tokens_in_text", "chat_template_kwargs",
+    "chat_template_date",
+}  # fmt: skip
 _VERSIONS = {"data.order_version": "the order of samples", "data.document_version": "the tokens of documents"}
 _ALWAYS_NAMED = object()
 _UNSET = "not set"
@@ -111,6 +115,11 @@ def named(path: str, section: Section, *, exclude: Collection[str] = ()) -> dict
         if key not in exclude and entry != absent:
             entries[key] = entry
     return entries
+
+
+def decided_by_data(data: Section) -> dict[str, Any]:
+    """Return the entries for what the section `data` says itself, without its datasets and the texts of templates."""
+    return named("data", data, exclude=data.__class__.model_fields.keys() - _DECIDING)
 
 
 def check_identity(

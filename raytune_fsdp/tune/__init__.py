@@ -14,6 +14,7 @@ whatever is killed costs nothing but time, and two sweeps can be compared by `cm
 
 place.py       the sweep's directory
 cost.py        what it will take
+coordinates.py a sweep on the page of runs, from its log
 board.py       what people see while it runs
 tracked.py     its MLflow run
 best.py        the best trial, and how to go on with it

@@ -1,4 +1,4 @@
-"""`best.yaml`: the config of a sweep's best trial, with the commands that continue it or train it anew."""
+"""`best.yaml`: the config of a sweep's best trial, with the commands that continue it or train it once more."""
 
 from __future__ import annotations
 
@@ -13,41 +13,44 @@ from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.log import Entry, Trial, changes_now, generation
 from raytune_fsdp.tune.place import SweepDir
-from raytune_fsdp.tune.space import config_of
+from raytune_fsdp.tune.space import config_of, run_name_in
 from raytune_fsdp.tune.spec import SweepSpec
-from raytune_fsdp.tune.table import best_of, leaderboard
+from raytune_fsdp.tune.table import Standing
 
 
-def commands_of(spec: SweepSpec, trial: Trial, log: Sequence[Entry]) -> tuple[str, str]:
-    """Return the command that continues a trial's newest run to its end, and the one that trains its config anew."""
-    run, best = RunDir.of(_config(spec, trial, log)), SweepDir.of(spec).best
-    go_on = f"raytune-fsdp train --config {_word(run.config)} --run.stop_after null"
-    return go_on, f"raytune-fsdp train --config {_word(best)} --run.name {spec.name}-best"
+def config_now(spec: SweepSpec, trial: Trial, log: Sequence[Entry]) -> FinetuneConfig:
+    """Return the config of a trial's newest run."""
+    return config_of(spec, trial, changes_now(trial, log), generation(trial.number, log))
 
 
-def put_best(spec: SweepSpec, log: Sequence[Entry]) -> Trial | None:
-    """Write `best.yaml`, and return the trial; None: no trial has a value yet."""
-    trial = best_of(log)
-    if trial is None:
-        return None
-    row = next(row for row in leaderboard(log) if row.trial.number == trial.number)
-    config = _config(spec, trial, log)
-    go_on, anew = commands_of(spec, trial, log)
-    metric = spec.metric or "the mean loss"
+def commands_of(spec: SweepSpec, trial: Trial, log: Sequence[Entry], *, anywhere: bool = False) -> tuple[str, str]:
+    """Return the command that continues a trial's newest run to its end, and the one that trains its config again: as
+    one would type them here, or so that they do the same in any directory of this machine (`anywhere`)."""
+    run, best = RunDir.of(config_now(spec, trial, log)).config, SweepDir.of(spec).best
+    # Relative paths in a config begin where the command is given.
+    here = f"cd {shlex.quote(os.getcwd())} && " if anywhere else ""
+    run_file, best_file = (shlex.quote(str(path)) if anywhere else _word(path) for path in (run, best))
+    go_on = f"{here}raytune-fsdp train --config {run_file} --run.stop_after null"
+    return go_on, f"{here}raytune-fsdp train --config {best_file} --run.name {spec.name}-best"
+
+
+def put_best(spec: SweepSpec, log: Sequence[Entry], row: Standing) -> None:
+    """Write `best.yaml`. `row`: where the best trial stands."""
+    config = config_now(spec, row.trial, log)
+    go_on, again = commands_of(spec, row.trial, log, anywhere=True)
+    name, of = config.run.name, ""
+    if row.seeds > 1:
+        name, of = run_name_in(spec.name, row.trial.variant), f", the mean over its {row.seeds} seeds"
     lines = [
-        f"# The best trial of the sweep {spec.name}: {config.run.name}, with {metric} {row.value:.6g} after step "
-        f"{row.step}.",
+        f"# The best trial of the sweep {spec.name}: {name}, with {spec.metric or 'the mean loss'} "
+        f"{row.value:.6g} after step {row.step}{of}.",
+        *([f"# This is the config of its first seed, {config.run.name}."] if of else []),
         f"# To continue its run:     {go_on}",
-        f"# To train it once more:   {anew}",
+        f"# To train it once more:   {again}",
     ]
-    if generation(trial.number, log):
+    if row.generation:
         lines.append("# Its run is a fork: trained once more, it has these values from its first step on.")
     replace_durably(SweepDir.of(spec).best, "\n".join([*lines, recorded_text(config)]), private=True)
-    return trial
-
-
-def _config(spec: SweepSpec, trial: Trial, log: Sequence[Entry]) -> FinetuneConfig:
-    return config_of(spec, trial, changes_now(trial, log), generation(trial.number, log))
 
 
 def _word(path: Path) -> str:

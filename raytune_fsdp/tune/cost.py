@@ -100,13 +100,14 @@ def _played(spec: SweepSpec, scheduler: Scheduler, steps: Sequence[int]) -> dict
     return {trial.number: trained.get(trial.number, 0) for trial in trials_in(log)}
 
 
-def in_words(spec: SweepSpec, cost: Cost, price: float | None = None) -> list[str]:
-    """Say what a sweep takes, in lines."""
+def in_words(spec: SweepSpec, cost: Cost, price: float | None = None, *, begun: bool = False) -> list[str]:
+    """Say what a sweep takes, in lines. `begun`: part of it is trained already, and counts, too."""
+    in_all = " in all" if begun else ""
     share = f", {100 * cost.steps / cost.full:.0f} % of what all would take to their ends" if cost.full else ""
-    lines = [f"{cost.trials} trials, {cost.steps:,} steps{share}; {cost.tokens / 1e6:,.1f} million tokens"]
+    lines = [f"{cost.trials} trials, {cost.steps:,} steps{in_all}{share}; {cost.tokens / 1e6:,.1f} million tokens"]
     if cost.gpu_hours is not None:
         money = "" if price is None else f", {cost.gpu_hours * price:,.2f}"
-        lines.append(f"{cost.gpu_hours:,.2f} GPU-hours predicted{money}")
+        lines.append(f"{cost.gpu_hours:,.2f} GPU-hours predicted{in_all}{money}")
         most = spec.budget.gpu_hours
         if most is not None and cost.gpu_hours > most:
             lines.append(f"that is more than budget.gpu_hours={most:g}: the sweep will stop before it is over")

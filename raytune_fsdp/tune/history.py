@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from raytune_fsdp.tune.log import Decision, Draw, Entry, Trial, TrialEnded, Value
 
@@ -43,6 +43,11 @@ class TrialHistory:
     def last(self) -> float:
         """Its last value; NaN if it has none."""
         return self.values[self.step] if self.values else math.nan
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """What it changes of the base in its newest run (`tune/log.py:changes_now`)."""
+        return self.draws[-1].changes if self.draws else self.trial.changes
 
     def lacks(self, found: Value | TrialEnded) -> bool:
         """Return whether this is news: it goes on, and what was found is of its newest run and not on the log."""

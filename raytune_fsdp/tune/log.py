@@ -38,8 +38,13 @@ class SweepBegun:
 
     decides: Mapping[str, Any]
     """`space`, `search`, `scheduler`, `metric` and `seeds`, as in sweep.yaml."""
+    base: Mapping[str, Any]
+    """What the base says of what trials learn (`tune/space.py:base_of`)."""
     highest: bool
     """Whether the highest value is the best."""
+    threads: int | None = None
+    """On how many threads each rank computes, where trials share out the cores of a machine: it decides how products
+    are added up. None: what starts a rank says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class SweepLog:
         content = b"".join(map(line_of, added))
         begins = not self.path.exists()
         try:
-            with open(self.path, "ab", opener=_opener) as file:
+            with open(self.path, "ab", opener=open_own) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -165,8 +170,10 @@ class SweepLog:
             os.close(handle)
 
 
-def _opener(name: str, flags: int) -> int:
-    return open_private(name, flags | os.O_NOFOLLOW)
+def open_own(name: str, flags: int) -> int:
+    """Open a file of a sweep's directory to add to it, for `open`. Another user may have made a link there, which could
+    lead anywhere, or a pipe that nobody reads."""
+    return open_private(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def read_log(path: Path) -> list[Entry]:
@@ -181,7 +188,7 @@ def _read(path: Path) -> tuple[list[Entry], int, bool]:
     except FileNotFoundError:
         return [], 0, False
     except (OSError, UnsoundError) as error:
-        raise ResumeError(f"{path}: {reason(error)}: {_WAY_OUT}") from error
+        raise ResumeError(f"{path}: {reason(error)}: {WAY_OUT}") from error
     # A crash of the machine may leave zero bytes where the last lines belong.
     end = content.rfind(b"\n", 0, found if (found := content.find(0)) >= 0 else len(content)) + 1
     entries: list[Entry] = []
@@ -190,13 +197,13 @@ def _read(path: Path) -> tuple[list[Entry], int, bool]:
         try:
             entry = _entry(raw, first=not entries, trials=trials)
         except ValueError as error:
-            raise ResumeError(f"{path}: line {number} {reason(error).removeprefix('it ')}: {_WAY_OUT}") from error
+            raise ResumeError(f"{path}: line {number} {reason(error).removeprefix('it ')}: {WAY_OUT}") from error
         entries.append(entry)
         trials += isinstance(entry, Trial)
     return entries, end, end < len(content)
 
 
-_WAY_OUT = "put back the log as the sweep wrote it, or give the sweep another name"
+WAY_OUT = "put back the log as the sweep wrote it, or give the sweep another name"
 
 
 def _entry(raw: bytes, *, first: bool, trials: int) -> Entry:
@@ -238,7 +245,9 @@ def _are_trials(value: object) -> bool:
 
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "decides": _is_map,
+    "base": _is_map,
     "highest": lambda value: isinstance(value, bool),
+    "threads": lambda value: value is None or is_count(value),
     "number": is_count,
     "changes": _is_map,
     "variant": is_count,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.config.problems import shown
+from raytune_fsdp.plan.identity import decided_by_data, named
 from raytune_fsdp.tune.log import Entry, Trial, trials_in
 from raytune_fsdp.tune.search import begun_with_optuna, drawn, grid, proposed
 from raytune_fsdp.tune.spec import RECIPE, GridSearch, OptunaSearch, SweepSpec
@@ -35,8 +37,13 @@ def trials_of(spec: SweepSpec, log: Sequence[Entry] = ()) -> list[Trial]:
 
 def run_name_of(spec: SweepSpec, trial: Trial, generation: int = 0) -> str:
     """Return the name of a trial's run: `<sweep>-007`, of a seed `<sweep>-007-s1`, as a fork again `<sweep>-007-g2`."""
-    seed = "" if trial.seed is None else f"-s{trial.seed}"
-    return f"{spec.name}-{trial.variant:03d}{seed}{f'-g{generation}' if generation else ''}"
+    return run_name_in(spec.name, trial.variant, trial.seed, generation)
+
+
+def run_name_in(sweep: str, variant: int, seed: int | None = None, generation: int = 0) -> str:
+    """Return the same by the name of the sweep. Without the seed it stands for all runs of a variant."""
+    of_seed = "" if seed is None else f"-s{seed}"
+    return f"{sweep}-{variant:03d}{of_seed}{f'-g{generation}' if generation else ''}"
 
 
 def config_of(
@@ -73,6 +80,36 @@ def check_trials(spec: SweepSpec, trials: Sequence[Trial]) -> list[FinetuneConfi
     return configs
 
 
+def base_of(config: FinetuneConfig) -> dict[str, Any]:
+    """Return what the config of a trial says itself of what its run learns and when that is measured, for the log.
+
+    Of files only the names: where they are decides nothing. What is in them, the identity of each run has.
+    """
+    sections = {"optim": config.optim, "method": config.method, "train": config.train}
+    named_each = {name: named(name, each, exclude=_DECIDES_NOTHING) for name, each in sections.items()}
+    entries = {
+        "run.seed": config.run.seed,
+        "run.exact": config.run.exact,
+        "model.path": config.model.path and PurePath(config.model.path).name,
+        "model.init": config.model.init,
+        "parallel.precision": config.parallel.precision,
+        "eval.every": config.eval.every,
+        **{f"{name}.{key}": value for name, each in named_each.items() for key, value in each.items()},
+        **{f"data.{key}": value for key, value in decided_by_data(config.data).items()},
+        "data.train": [
+            {
+                "path": each.path and PurePath(each.path).name,
+                "hub": each.hub,
+                "weight": each.weight,
+                "share": each.share,
+            }
+            for each in config.data.train
+        ],
+    }
+    found: dict[str, Any] = json.loads(json.dumps(entries, default=str))
+    return found
+
+
 def _about(trials: Sequence[Trial], changes: Mapping[str, Any]) -> str:
     if len(trials) > 1:
         numbers = ", ".join(str(trial.number) for trial in trials[:8])
@@ -85,7 +122,7 @@ def _config(spec: SweepSpec, trial: Trial, changes: Mapping[str, Any], generatio
     base, flags = spec.base, dict(changes)
     if RECIPE in flags:
         base, flags = str(flags.pop(RECIPE)), {**dict(_leaves(spec.base, "")), **flags}
-    flags |= {"run.name": run_name_of(spec, trial, generation), "run.storage": spec.storage}
+    flags |= {"run.name": run_name_of(spec, trial, generation), "run.storage": spec.storage, "run.resume": "auto"}
     try:
         config = _loaded(base, flags)
         return config if not trial.seed else _loaded(base, {**flags, "run.seed": config.run.seed + trial.seed})
@@ -116,3 +153,5 @@ def _in_our_words(line: str, changes: Mapping[str, Any]) -> str:
 
 
 _MOST_PROBLEMS = 20
+_DECIDES_NOTHING = ("max_skipped", "log_every", "adapter", "loss")
+"""Fields that the identity of a run does not have, and those that name files."""

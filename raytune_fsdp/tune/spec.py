@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from raytune_fsdp.base.errors import Interrupted
 from raytune_fsdp.config.load import ROOT, merged, settle, validated
 from raytune_fsdp.config.problems import shown
 from raytune_fsdp.config.recorded import recorded
@@ -26,6 +27,8 @@ RECIPE = "recipe"
 """In a space, the name of what each trial's base is: a recipe, or the path of a config."""
 MOST_TRIALS = 1000
 """So that their numbers have three digits."""
+_LARGEST = 1 << 53
+"""Above this not every integer is a float."""
 _SET_BY_SWEEP = ("run.name", "run.storage", "run.resume", "run.stop_after", "run.fork")
 
 
@@ -56,6 +59,8 @@ def _values(value: Any) -> Any:
     whole = kind == "int"
     if len(items) != 2 or not all(type(each) is int if whole else is_number(each) for each in items):
         raise ValueError(f"{kind} needs two {'integers' if whole else 'numbers'}, the lowest and the highest")
+    if any(type(each) is int and abs(each) > _LARGEST for each in items):
+        raise ValueError(f"{kind} needs numbers of at most {_LARGEST:,}")
     low, high = items
     if not math.isfinite(low) or not math.isfinite(high) or low >= high:
         raise ValueError(f"{kind} needs two finite numbers, the lower one first")
@@ -182,6 +187,11 @@ class BudgetConfig(Section):
                 raise ValueError("is not a date and a time: write it like 2026-12-01 08:00") from None
         return value
 
+    def check_until(self) -> None:
+        """Raise Interrupted if the time has come."""
+        if self.until is not None and datetime.now().astimezone() >= datetime.fromisoformat(self.until).astimezone():
+            raise Interrupted(f"budget.until={self.until} has come; with a later one the same command goes on")
+
 
 class SweepSpec(Section):
     """Everything a user may say about a sweep, exactly as written."""
@@ -223,6 +233,10 @@ class SweepSpec(Section):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """When the sweep stops though it is not over."""
 
+    skip: list[str] = Field(default_factory=list)
+    """Trials to leave out, by their runs' names: those that cannot be trained, so that the sweep goes on without them.
+    They are ranked last."""
+
     @property
     def highest(self) -> bool:
         """Whether the highest value of the metric is the best."""
@@ -240,9 +254,13 @@ class SweepSpec(Section):
 
     @model_validator(mode="after")
     def _space(self) -> Self:
-        for field in _SET_BY_SWEEP:
-            if field in self.space:
-                raise ValueError(f"space.{field}: the sweep itself sets {field} of every trial: leave it out")
+        for field in self.space:
+            for own in _SET_BY_SWEEP:
+                if field == own or own.startswith(f"{field}.") or field.startswith(f"{own}."):
+                    raise ValueError(
+                        f"space.{field}: the sweep itself sets {own} of every trial: leave it out, and name other "
+                        "fields one by one"
+                    )
         if "run.seed" in self.space and self.seeds > 1:
             raise ValueError(
                 f"space.run.seed with seeds={self.seeds}: the sweep then sets run.seed of every trial: leave one out"

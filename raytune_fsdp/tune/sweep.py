@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raytune_fsdp.base.durable import make_private, replace_durably
-from raytune_fsdp.base.errors import ConfigError, TrainingError
+from raytune_fsdp.base.errors import ConfigError, TrainingError, in_one_line
 from raytune_fsdp.base.lease import lease_of, token_of
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.run_lock import locked
 from raytune_fsdp.launch.signals import Signals
-from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.tune.best import put_best
+from raytune_fsdp.plan.run_dir import RunDir, is_run
+from raytune_fsdp.tune.best import config_now, put_best
 from raytune_fsdp.tune.board import SweepBoard
-from raytune_fsdp.tune.log import Entry, SweepLog, Trial, changes_now, generation, trials_in
+from raytune_fsdp.tune.history import histories
+from raytune_fsdp.tune.log import Entry, SweepBegun, SweepLog, Trial, trials_in
 from raytune_fsdp.tune.place import SweepDir, as_run
-from raytune_fsdp.tune.running.cluster import ray_for
+from raytune_fsdp.tune.running.cluster import ray_for, threads_for
 from raytune_fsdp.tune.running.runner import Runner
 from raytune_fsdp.tune.running.values import measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
-from raytune_fsdp.tune.space import check_trials, config_of, run_name_of, trials_of
+from raytune_fsdp.tune.space import check_trials, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, sweep_text
-from raytune_fsdp.tune.table import leaderboard
+from raytune_fsdp.tune.table import Measured, best_of, leaderboard
 from raytune_fsdp.tune.tracked import Tracked
-from raytune_fsdp.tune.turn import turn
+from raytune_fsdp.tune.turn import begun_of, check_same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,12 @@ def checked(spec: SweepSpec) -> tuple[list[FinetuneConfig], Scheduler]:
     Raises ConfigError for all that can be found wrong with them.
     """
     configs = check_trials(spec, trials_of(spec))
+    for each in configs:
+        if not each.data.eval and (spec.metric is None or not each.eval.tasks):
+            raise ConfigError(
+                f"data.eval=[] in the base of {each.run.name}: trials are compared by the mean loss over evaluation "
+                "data: name some in data.eval, or with eval.tasks a metric of theirs (metric)"
+            )
     if (wrong := next((each for each in configs if each.eval.where == "task"), None)) is not None:
         raise ConfigError(
             f"eval.where=task in the base of {wrong.run.name}: trials stop after an evaluation, and a run that stops "
@@ -65,14 +72,22 @@ def sweep(
     configs, scheduler = checked(spec)
     place, board, first = SweepDir.of(spec), SweepBoard(spec), configs[0]
     run = as_run(spec, first)
-    with locked(run), Signals() as signals:
-        signals.hold()  # from here on they are looked at between two looks at the trials
+    if is_run(place.path):
+        raise ConfigError(f"name={spec.name}: {place.path} is a run: give the sweep another name")
+    spec.budget.check_until()
+    with locked(run), Signals("before a trial was started; nothing is lost") as signals:
+        lease = lease_of(RunDir.of(run).lock)
         make_private(place.path)
         log = SweepLog(place.log)
-        turn(spec, scheduler, log.entries, ())  # refused, if it is the log of another sweep
+        begun = begun_of(spec, first, threads_for(first, spec.concurrent))
+        check_same(spec, begun, log.entries)
         replace_durably(place.spec, sweep_text(spec), private=True)
         before(configs, scheduler)
-        requests = Requests(place.path, token_of(lease_of(RunDir.of(run).lock)))
+        if not log.entries:
+            log.append([begun])
+        elif isinstance(log.entries[0], SweepBegun):
+            begun = log.entries[0]
+        requests = Requests(place.path, token_of(lease))
         tracked, over = Tracked(spec, first), False
         tracked.begin()
 
@@ -80,29 +95,31 @@ def sweep(
             return signals.count + requests.stopping()
 
         try:
-            with ray_for(first, spec.concurrent) as cluster:
+            with ray_for(first, spec.concurrent, begun.threads) as cluster:
                 if cluster.about is not None:
                     board.say(f"Ray for all trials: {cluster.about}")
-                Runner(spec, scheduler, log, stops=stops, board=board, cluster=cluster, parent=tracked.id).run()
+                signals.hold()  # from here on they are looked at between two looks at the trials
+                Runner(
+                    spec, scheduler, log, stops=stops, board=board, cluster=cluster, lease=lease, parent=tracked.id
+                ).run()
                 over = True
         finally:
-            best = put_best(spec, log.entries)
-            row = next((row for row in leaderboard(log.entries) if best is not None and row.trial == best), None)
-            name = None if best is None else run_name_of(spec, best, generation(best.number, log.entries))
-            tracked.end(log.entries, name, None if row is None else row.value, over=over)
+            best = best_of(leaderboard(log.entries))
+            try:
+                if best is not None:
+                    put_best(spec, log.entries, best)
+            except OSError as error:  # must not hide what has ended the sweep
+                board.say(f"{place.best} could not be written: {in_one_line(error)}; the same command writes it")
+            tracked.end(log.entries, best, over=over)
     if best is None:
         raise TrainingError(f"no trial of {spec.name} was measured: {place.outputs} has what they have said")
-    return SweepResult(log=log.entries, best=best, place=place)
+    return SweepResult(log=log.entries, best=best.trial, place=place)
 
 
-def last_measured(spec: SweepSpec, log: Sequence[Entry]) -> Mapping[int, Mapping[str, float]]:
-    """Return what the last evaluation of each trial has measured, of those that came as far as the best."""
-    found: dict[int, tuple[int, Mapping[str, float]]] = {}
-    for trial in trials_in(log):
-        config = config_of(spec, trial, changes_now(trial, log), generation(trial.number, log))
-        measured = measured_in(RunDir.of(config), spec.metric).everything
-        if measured:
-            found[trial.number] = max(measured), measured[max(measured)]
-    rows = [row for row in leaderboard(log) if row.trial.number in found]
-    last = found[rows[0].trial.number][0] if rows else 0
-    return {trial: values for trial, (step, values) in found.items() if step == last}
+def measured_by(spec: SweepSpec, log: Sequence[Entry]) -> Measured:
+    """Return what the evaluations of all trials have measured, as far as the log has come: runs may have gone on."""
+    found = {}
+    for number, each in histories(trials_in(log), log).items():
+        record = measured_in(RunDir.of(config_now(spec, each.trial, log)), spec.metric)
+        found[number] = {step: values for step, values in record.everything.items() if step <= each.step}
+    return found

@@ -4,124 +4,169 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 from raytune_fsdp.tune.history import State, histories, rank
-from raytune_fsdp.tune.log import Entry, SweepBegun, Trial, changes_now, trials_in
+from raytune_fsdp.tune.log import Entry, SweepBegun, Trial, trials_in
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A trial's place in the sweep."""
+    """A place in the sweep: that of a trial, or of all seeds of a variant together."""
 
     trial: Trial
+    """Of several seeds the first."""
     changes: Mapping[str, Any]
     """What it changes of the base now: of a fork, that fork's."""
     step: int
-    """The step of its last value on the log; 0: there is none."""
+    """The step of its last value on the log; 0: there is none. Of several seeds, that of the one furthest behind."""
     value: float | None
-    """That value. None: there is none."""
+    """That value. None: there is none. Of several seeds their mean; None: one of them has none."""
     state: State
-    """`open`: it may go on; `stopped`: a decision has stopped it."""
+    """`open`: it may go on; `stopped`: a decision has stopped it. Of several seeds, that of the one furthest behind."""
     error: str | None
     """Why it failed for good."""
+    generation: int = 0
+    """Which of its runs is the newest."""
+    seeds: int = 1
+    """How many trials stand here together."""
 
 
-def leaderboard(log: Sequence[Entry]) -> list[Standing]:
-    """Return all trials on the log, the best first: complete ones, then those that came furthest, then failed ones."""
-    standings = [
+def standings(log: Sequence[Entry]) -> list[Standing]:
+    """Return where each trial stands, in the order of their numbers."""
+    return [
         Standing(
             each.trial,
-            changes_now(each.trial, log),
+            each.changes,
             each.step,
             each.last if each.values else None,
             each.state,
             None if each.ended is None else each.ended.error,
+            len(each.draws),
         )
         for each in histories(trials_in(log), log).values()
     ]
-    highest = _highest(log)
-    return sorted(standings, key=lambda each: (*_order(each, highest), each.trial.number))
 
 
-def _highest(log: Sequence[Entry]) -> bool:
-    return bool(log) and isinstance(log[0], SweepBegun) and log[0].highest
+def leaderboard(log: Sequence[Entry]) -> list[Standing]:
+    """Return all variants on the log, the best first: complete ones, then those that came furthest, then failed ones.
+
+    Without seeds each trial is a variant. The seeds of one stand together where the last of them stands.
+    """
+    variants: dict[int, list[Standing]] = {}
+    for each in standings(log):
+        variants.setdefault(each.trial.variant, []).append(each)
+    highest = bool(log) and isinstance(log[0], SweepBegun) and log[0].highest
+    return sorted(map(_together, variants.values()), key=lambda row: (*_place(row, highest), row.trial.number))
 
 
-def _order(each: Standing, highest: bool) -> tuple[bool, bool, int, tuple[bool, float]]:
-    """Return what standings are sorted by. Complete runs are compared whatever their lengths: some end early."""
+def _behind(each: Standing) -> tuple[bool, bool, int]:
+    """Return how far behind it is. Complete runs are compared whatever their lengths: some end early."""
     complete = each.state == "complete"
-    value = math.nan if each.value is None else each.value
-    return each.state == "failed", not complete, 0 if complete else -each.step, rank(value, highest)
+    return each.state == "failed", not complete, 0 if complete else -each.step
 
 
-def best_of(log: Sequence[Entry]) -> Trial | None:
-    """Return the best trial: of several seeds, the first of those whose mean is best. None: there is no value yet."""
-    highest = _highest(log)
-    by_variant = sorted(leaderboard(log), key=lambda each: each.trial.number)
-    ranked = []
-    for _, group in groupby(by_variant, key=lambda each: each.trial.variant):
-        seeds = list(group)
-        last = max(_order(each, highest)[:3] for each in seeds)  # as far as the last of its seeds
-        values = [math.nan if each.value is None else each.value for each in seeds]
-        ranked.append((*last, rank(fmean(values), highest), seeds[0].trial.number, seeds[0].trial))
+def _place(row: Standing, highest: bool) -> tuple[bool, bool, int, tuple[bool, float]]:
+    return *_behind(row), rank(math.nan if row.value is None else row.value, highest)
+
+
+def _together(seeds: Sequence[Standing]) -> Standing:
+    if len(seeds) == 1:
+        return seeds[0]
+    values = [each.value for each in seeds if each.value is not None]
+    mean: float | None = None
+    if len(values) == len(seeds):
+        mean = math.nan
+        with suppress(OverflowError, ValueError):  # a stranger's log has any numbers
+            mean = fmean(values)
+    first, last = seeds[0], max(seeds, key=_behind)
+    return replace(
+        last, trial=first.trial, changes=first.changes, generation=first.generation, value=mean, seeds=len(seeds)
+    )
+
+
+def best_of(rows: Sequence[Standing]) -> Standing | None:
+    """Return the best of a leaderboard; None: nobody has a value yet."""
     # Who has come furthest is no winner without a finite value.
-    there = [each for each in ranked if not each[0] and not each[3][0]]
-    return min(there, key=lambda each: each[:5])[5] if there else None
+    there = (row for row in rows if row.state != "failed" and row.value is not None and math.isfinite(row.value))
+    return next(there, None)
 
 
 @dataclass(frozen=True, slots=True)
 class OverSeeds:
-    """One metric of one variant over the seeds."""
+    """One metric of one variant over the seeds, after one step."""
 
     variant: int
     metric: str
+    step: int
+    """The last one at which all its trials have the metric, and those of the compared variant, too."""
     seeds: int
-    """How many of its trials have the metric."""
+    """How many of its trials have a finite value there."""
     mean: float
     spread: float | None
     """The standard deviation over the seeds. None: there is one seed."""
     difference: float | None
-    """The mean of its difference to the compared variant, seed by seed. None: it is that one, or no seed is in both."""
+    """The mean of its difference to the compared variant at this step, seed by seed. None: it is that one, or no seed
+    is in both."""
     spread_of_difference: float | None
     """Its standard deviation over the seeds. None: fewer than two seeds are in both."""
     exceeds: bool | None
     """Whether the difference is more than seeds explain: a paired t-test at 5 %. None: fewer than two are in both."""
 
 
-def over_seeds(
-    trials: Sequence[Trial], measured: Mapping[int, Mapping[str, float]], compared_with: int
-) -> list[OverSeeds]:
-    """Return every metric of every variant over its seeds, compared with one variant (the best, say).
+Measured = Mapping[int, Mapping[int, Mapping[str, float]]]
+"""What evaluations have measured: of each trial, by its number, of each step, each metric."""
 
-    `measured`: what the last evaluation of each trial has measured, by the trial's number.
-    """
-    found: dict[tuple[str, int], dict[int, float]] = {}
+
+def over_seeds(trials: Sequence[Trial], measured: Measured, compared_with: int) -> list[OverSeeds]:
+    """Return every metric of every variant over its seeds, compared with one variant (the best, say): each variant with
+    what that one had when it was as far."""
+    found: dict[tuple[str, int], dict[int, dict[int, float]]] = {}
     for trial in trials:
-        for metric, value in measured.get(trial.number, {}).items():
-            if math.isfinite(value):
-                found.setdefault((metric, trial.variant), {})[trial.seed or 0] = value
+        for step, values in measured.get(trial.number, {}).items():
+            for metric, value in values.items():
+                found.setdefault((metric, trial.variant), {}).setdefault(trial.seed or 0, {})[step] = value
     rows = []
-    for (metric, variant), values in sorted(found.items()):
-        other = {} if variant == compared_with else found.get((metric, compared_with), {})
-        pairs = [value - other[seed] for seed, value in sorted(values.items()) if seed in other]
-        several = len(pairs) > 1
-        rows.append(
-            OverSeeds(
-                variant,
-                metric,
-                len(values),
-                fmean(values.values()),
-                stdev(values.values()) if len(values) > 1 else None,
-                fmean(pairs) if pairs else None,
-                stdev(pairs) if several else None,
-                _exceeds(pairs) if several else None,
-            )
-        )
+    for (metric, variant), seeds in sorted(found.items()):
+        others = {} if variant == compared_with else found.get((metric, compared_with), {})
+        step = _last_common(seeds, others)
+        own, other = _finite(seeds, step), _finite(others, step)
+        if own:
+            pairs = [value - other[seed] for seed, value in sorted(own.items()) if seed in other]
+            rows.append(_over(variant, metric, step, list(own.values()), pairs))
     return rows
+
+
+def _last_common(seeds: Mapping[int, Mapping[int, float]], others: Mapping[int, Mapping[int, float]]) -> int:
+    """Return the last step that all seeds have, and those of the other variant, too; else the last that there is.
+
+    A value that is not finite counts as one: a step at which a seed has diverged is not passed over.
+    """
+    each = [set(values) for values in seeds.values()]
+    own = each[0].intersection(*each[1:])
+    return max(own.intersection(*others.values()) or own or each[0].union(*each[1:]))
+
+
+def _finite(seeds: Mapping[int, Mapping[int, float]], step: int) -> dict[int, float]:
+    return {seed: values[step] for seed, values in seeds.items() if math.isfinite(values.get(step, math.nan))}
+
+
+def _over(variant: int, metric: str, step: int, values: Sequence[float], pairs: Sequence[float]) -> OverSeeds:
+    several = len(pairs) > 1
+    return OverSeeds(
+        variant,
+        metric,
+        step,
+        len(values),
+        fmean(values),
+        stdev(values) if len(values) > 1 else None,
+        fmean(pairs) if pairs else None,
+        stdev(pairs) if several else None,
+        _exceeds(pairs) if several else None,
+    )
 
 
 _T = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,9 @@ from raytune_fsdp.record.copies.mlflow_extras import NOTE, SOURCE
 from raytune_fsdp.record.copies.mlflow_run import MlflowRun, connect, create_run, find_run
 from raytune_fsdp.tune.log import Entry, SweepBegun
 from raytune_fsdp.tune.place import SweepDir
+from raytune_fsdp.tune.space import run_name_of
 from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.tune.table import Standing
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -55,22 +58,26 @@ class Tracked:
         if self._on:
             self._run = _tried(self._open)
 
-    def end(self, log: Sequence[Entry], best: str | None, value: float | None, *, over: bool) -> None:
-        """Say how far the sweep has come, and which trial is the best."""
+    def end(self, log: Sequence[Entry], best: Standing | None, *, over: bool) -> None:
+        """Say how far the sweep has come, and which trial is the best: of several seeds the first, with their mean."""
         if (run := self._run) is None:
             return
+
+        seeds = self._spec.seeds
+        mean = f" `sweep/best` is the mean over {seeds} seeds." if seeds > 1 else ""
 
         def told() -> None:
             begun = next((entry for entry in log if isinstance(entry, SweepBegun)), None)
             run.set_tags({
                 _SWEEP: self._spec.name,
-                NOTE: f"The sweep {self._spec.name}; its trials are below it.",
-                **({} if best is None else {_BEST: best}),
+                NOTE: f"The sweep {self._spec.name}; its trials are below it.{mean}",
+                **({} if best is None else {_BEST: run_name_of(self._spec, best.trial, best.generation)}),
             })  # fmt: skip
             if begun is not None:
                 run.add_text(dump(dict(begun.decides)), "sweep.yaml")
-            if value is not None:
-                run.add_points([("sweep/best", value, run.start_time, 0)], {})
+            if best is not None and best.value is not None:
+                # Now: of equal times MLflow shows the highest value as the last one.
+                run.add_points([("sweep/best", best.value, round(1000 * time.time()), 0)], {})
             run.end("FINISHED" if over else "KILLED")
 
         _tried(told)

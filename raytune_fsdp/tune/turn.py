@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.problems import shown
-from raytune_fsdp.tune.log import Draw, Entry, SweepBegun, trials_in
+from raytune_fsdp.tune.log import WAY_OUT, Draw, Entry, SweepBegun, trials_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
-from raytune_fsdp.tune.space import trials_of
+from raytune_fsdp.tune.space import base_of, trials_of
 from raytune_fsdp.tune.spec import OptunaSearch, SweepSpec
 
 
@@ -26,19 +28,15 @@ class Turn:
 
 
 def turn(spec: SweepSpec, scheduler: Scheduler, log: Sequence[Entry], found: Sequence[Found]) -> Turn:
-    """Return what follows from the log and from what the trials' records hold. Pure; an empty log begins the sweep.
+    """Return what follows from the log and from what the trials' records hold. Pure.
 
-    `found`: as `schedulers/protocol.py:Scheduler.taken` gets it. Raises ResumeError if the log is of another sweep.
+    `log`: of this sweep (`check_same`). `found`: as `schedulers/protocol.py:Scheduler.taken` gets it.
     """
-    _check_same(spec, log)
     entries = list(log)
     # One entry at a time, so that each follows from those before it: a log that a crash has cut anywhere goes on to the
     # same end.
     given = None if isinstance(spec.search, OptunaSearch) else trials_of(spec)
     while True:
-        if not entries:
-            entries.append(SweepBegun(spec.decides, spec.highest))
-            continue
         trials, known = given or trials_of(spec, entries), trials_in(entries)
         if len(known) < len(trials):
             entries.append(trials[len(known)])
@@ -55,17 +53,41 @@ def turn(spec: SweepSpec, scheduler: Scheduler, log: Sequence[Entry], found: Seq
         return Turn(entries[len(log) :], said.stretches, said.over)
 
 
-def _check_same(spec: SweepSpec, log: Sequence[Entry]) -> None:
-    """Refuse to go on with a sweep that was begun otherwise."""
-    if not log or not isinstance(log[0], SweepBegun):
-        return
-    now = {**spec.decides, "highest": spec.highest}
-    was = {**log[0].decides, "highest": log[0].highest}
-    other = [
-        f"{field}={shown(now.get(field))}: the sweep {spec.name} was begun with {shown(was.get(field))}, and its log "
-        "follows from that: set it back, or give the sweep another name"
-        for field in dict.fromkeys([*now, *was])
-        if now.get(field) != was.get(field)
-    ]
+def begun_of(spec: SweepSpec, first: FinetuneConfig, threads: int | None = None) -> SweepBegun:
+    """Return the first entry of a sweep's log. `first`: the config of its first trial. `threads`: what it says."""
+    return SweepBegun(spec.decides, base_of(first), spec.highest, threads)
+
+
+def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
+    """Refuse to go on with a log of another sweep. `now`: what its first entry would be. Raises ResumeError."""
+    was = next((entry for entry in log if isinstance(entry, SweepBegun)), now)
+    decides = {**was.decides, "highest": was.highest}, {**now.decides, "highest": now.highest}
+    other = [*_other(spec, *decides, "and its log follows from that")]
+    other += _other(spec, was.base, now.base, "and so are the trials that it compares")
     if other:
         raise ResumeError(*other)
+    known = trials_in(log)
+    drawn = [(each.trial, each.changes) for each in log if isinstance(each, Draw)]
+    if isinstance(spec.search, OptunaSearch):
+        drawn += [(each.number, each.changes) for each in known]
+    elif strange := [each.number for each, own in zip(known, trials_of(spec), strict=False) if each != own]:
+        raise ResumeError(f"the log of {spec.name} has another trial {strange[0]} than its space gives: {WAY_OUT}")
+    for trial, changes in drawn:
+        if strange_fields := sorted(set(changes) - set(spec.values)):
+            raise ResumeError(
+                f"the log of {spec.name} changes {strange_fields[0]} of trial {trial}, which is not in space: {WAY_OUT}"
+            )
+
+
+def _other(spec: SweepSpec, was: Mapping[str, Any], now: Mapping[str, Any], why: str) -> Iterator[str]:
+    """Yield what differs, in words."""
+    for field in dict.fromkeys([*now, *was]):
+        new, old = now.get(field, _UNSET), was.get(field, _UNSET)
+        if new != old:
+            yield (
+                f"{field}={shown(new)}: the sweep {spec.name} was begun with {shown(old)}, {why}: set it back, or give "
+                "the sweep another name"
+            )
+
+
+_UNSET = "not set"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from raytune_fsdp.cli.main import main
@@ -12,7 +16,11 @@ from raytune_fsdp.config.load import load_config
 from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.record.jsonl import each_event, read_trajectory
 from raytune_fsdp.tune.demo import demo as demo_sweep
+from raytune_fsdp.tune.log import Decision, read_log
+from raytune_fsdp.tune.spec import load_sweep
+from raytune_fsdp.tune.sweep import checked
 from tests.running_sweeps import SweepCommand, gone, spec_of
+from tests.sweeps import check_follows
 
 GONE_SECONDS = 20.0
 
@@ -32,6 +40,8 @@ def test_a_sweep_to_which_everything_happens_has_the_log_of_an_undisturbed_one(t
         child.kill()
     sweep.until(lambda: b'"decision"' in sweep.log)
     assert gone(sweep.kill(), GONE_SECONDS), "trials end with the command that has started them"
+    if trials == 4:
+        _other_data_stops_it(sweep, tmp_path / "tokens.jsonl")
     sweep.start()
     sweep.until(lambda: b'"decision"' in sweep.log and len(sweep.children()) > 0)
     if trials == 4:
@@ -45,7 +55,19 @@ def test_a_sweep_to_which_everything_happens_has_the_log_of_an_undisturbed_one(t
     assert [len(each) for each in whole.trajectories().values()].count(16) == 1, "the best trains to its end"
     built = {run: "windows_built" in events(whole, run) for run in whole.trajectories()}
     assert built.pop("rates-000") and not any(built.values()), "windows are built once"
-    _the_best_one_is_a_run_like_any_other(whole)
+    if trials == 4:
+        _the_best_one_is_a_run_like_any_other(whole)
+
+
+def _other_data_stops_it(sweep: SweepCommand, data: Path) -> None:
+    """No trial fails for it: its runs are refused, and with the data as it was they go on."""
+    before, log = data.read_bytes(), sweep.log
+    data.write_bytes(before + before.splitlines(keepends=True)[0])
+    sweep.start()
+    assert sweep.end() == 2, sweep.said
+    assert "is refused, so the sweep stops: " in sweep.said and "files" in sweep.said
+    assert b'"error": "' not in sweep.log and sweep.log.startswith(log)
+    data.write_bytes(before)
 
 
 def _the_best_one_is_a_run_like_any_other(sweep: SweepCommand) -> None:
@@ -72,6 +94,43 @@ def test_a_trial_that_fails_for_good_is_on_the_log_and_the_sweep_goes_on(tmp_pat
     assert b'"ended", "trial": 1' in sweep.log and str(tmp_path).encode() not in sweep.log
     again = SweepCommand(tmp_path, spec)
     assert again.end() == 0 and "trains to" not in again.said, "nothing is left to do"
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_killed_again_and_again_stops_the_sweep_which_goes_on_or_leaves_it_out(tmp_path: Path) -> None:
+    """Nothing of that is on the log: a machine that kills processes is no fault of a rate of learning."""
+    spec = spec_of(tmp_path, "runs", space={"optim.lr": {"grid": [1e-3, 1e-2]}}, concurrent=1)
+    sweep = SweepCommand(tmp_path, spec)
+    while sweep.process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            for child in sweep.children():
+                child.kill()
+        time.sleep(0.2)
+    assert sweep.end() == 1, sweep.said
+    stops = re.search(
+        r"error: (rates-00[01]) has failed 3 times, so the sweep stops: it was killed by SIGKILL; mend", sweep.said
+    )
+    assert stops is not None, sweep.said
+    assert b'"ended"' not in sweep.log and b'"value"' not in sweep.log
+    left_out = SweepCommand(tmp_path, {**spec, "skip": [stops[1]]})
+    assert left_out.end() == 0, left_out.said
+    assert b"it was left out (skip)" in left_out.log and load_config(sweep.place / "best.yaml").run.name != stops[1]
+
+
+@pytest.mark.slow
+def test_the_log_of_an_asynchronous_sweep_gives_its_own_decisions(tmp_path: Path) -> None:
+    """Who arrives first is on it, before a kill and after."""
+    spec = spec_of(tmp_path, "runs", scheduler={"type": "asha", "first": 4, "eta": 2})
+    sweep = SweepCommand(tmp_path, spec)
+    sweep.until(lambda: b'"decision"' in sweep.log)
+    assert gone(sweep.kill(), GONE_SECONDS)
+    before = sweep.log
+    sweep.start()
+    assert sweep.end() == 0, sweep.said
+    assert sweep.log.startswith(before)
+    log = read_log(sweep.place / "log.jsonl")
+    assert sum(isinstance(entry, Decision) for entry in log) >= 2
+    check_follows(checked(load_sweep(spec))[1], log, 4)
 
 
 @pytest.mark.slow

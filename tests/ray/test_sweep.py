@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from raytune_fsdp.config.load import load_config
+from raytune_fsdp.record.jsonl import each_event
+from tests.ray.jobs import Nodes
+from tests.ray.test_head import LIMIT, another_head
 from tests.running_sweeps import SweepCommand, gone, spec_of
 
 pytestmark = pytest.mark.slow
 
-GONE_SECONDS = 90.0
+SECONDS, GONE_SECONDS = 600.0, 90.0
 """The trials commit, then their Ray ends."""
 
 
@@ -33,3 +39,86 @@ def test_one_ray_for_all_trials_and_nothing_is_left(tmp_path: Path, monkeypatch:
     assert sweep.end() == 0, sweep.said
     assert sweep.said.count("Ray for all trials: started on this machine") == 1
     assert sweep.log == local.log and sweep.trajectories() == local.trajectories()
+
+
+RATES = [1e-3, 1e-2, 3e-4, 3e-3, 1e-4, 3e-5, 2e-3, 2e-2]
+
+
+def trials_of(sweep: SweepCommand) -> list[psutil.Process]:
+    """The commands that train trials now."""
+    return [each for each in sweep.children() if "train" in each.cmdline()]
+
+
+def decisions(sweep: SweepCommand) -> int:
+    return sweep.log.count(b'"kind": "decision"')
+
+
+@pytest.mark.timeout(1800)
+def test_a_rank_a_trial_a_driver_and_a_node_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight trials by rungs on two nodes of two CPUs: winner, log, trajectories are those of an undisturbed sweep."""
+    space = {"optim.lr": {"grid": RATES}}
+    whole_spec = spec_of(tmp_path, "whole", space=space)
+    whole_spec["base"]["cluster"] |= {"workers": 2}
+    whole = SweepCommand(tmp_path, whole_spec)
+    assert whole.end(600) == 0, whole.said
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    (faults / "pace").write_text("0.2")
+    (faults / "forward-1-6").touch()
+    with Nodes(tmp_path, head_cpus=0) as nodes:
+        for name in ("n1", "n2"):
+            nodes.add(name, cpus=2, gpus=0)
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        spec = spec_of(tmp_path, "killed", space=space)
+        spec["base"]["cluster"] |= {"launch": "ray", "workers": 2, "device": "cpu"}
+        sweep = SweepCommand(tmp_path, spec)
+        sweep.until(lambda: not (faults / "forward-1-6").exists(), SECONDS)
+        sweep.until(lambda: len(sweep.trajectories()) > 3 and bool(trials_of(sweep)), SECONDS)
+        trials_of(sweep)[0].kill()
+        sweep.until(lambda: decisions(sweep) >= 1, SECONDS)
+        assert gone(sweep.kill(), GONE_SECONDS)
+        sweep.start()
+        sweep.until(lambda: len(trials_of(sweep)) > 1, SECONDS)
+        nodes.kill("n1")
+        nodes.add("n3", cpus=2, gpus=0)
+        assert sweep.end(SECONDS) == 0, sweep.said
+        left = [
+            each for each in psutil.Process(nodes.pid).children(recursive=True) if "Train" in " ".join(each.cmdline())
+        ]
+        assert not left
+    assert sweep.log == whole.log and sweep.trajectories() == whole.trajectories()
+    best = [load_config(each.place / "best.yaml") for each in (whole, sweep)]
+    assert best[0].run.name == best[1].run.name
+    assert [
+        event
+        for event in each_event(sweep.place.parent / "rates-000" / "events.jsonl")
+        if event["event"] == "attempt_failed"
+    ]
+
+
+@pytest.mark.timeout(1200)
+def test_a_sweep_goes_on_when_the_head_has_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trials that run then fail, for which no trial is to blame, and are tried again."""
+    space = {"optim.lr": {"grid": RATES[:2]}}
+    whole = SweepCommand(tmp_path, spec_of(tmp_path, "whole", space=space))
+    assert whole.end() == 0, whole.said
+    limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(LIMIT)}
+    kept = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path / "gcs")}
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    (faults / "pace").write_text("1.0")
+    with Nodes(tmp_path, head_cpus=2, **kept, **limit) as nodes:
+        for name, value in {"RAY_ADDRESS": nodes.address, "RAY_AUTH_MODE": "disabled", **limit}.items():
+            monkeypatch.setenv(name, value)
+        spec = spec_of(tmp_path, "killed", space=space)
+        spec["base"]["cluster"] |= {"launch": "ray", "workers": 1, "device": "cpu"}
+        sweep = SweepCommand(tmp_path, spec)
+        sweep.until(lambda: any(map(len, sweep.trajectories().values())), SECONDS)
+        since = time.monotonic()
+        with another_head(tmp_path, nodes, LIMIT / 3):
+            sweep.until(lambda: time.monotonic() - since > LIMIT, SECONDS)
+            (faults / "pace").unlink()
+            assert sweep.end(SECONDS) == 0, sweep.said
+    assert "has failed and is tried again: the run failed: the head of the Ray cluster" in sweep.said
+    assert sweep.log == whole.log and sweep.trajectories() == whole.trajectories()

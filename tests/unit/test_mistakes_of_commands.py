@@ -60,6 +60,8 @@ COMMANDS = {
     "(raytune-fsdp average --help)",
     "sweep": "missing: SWEEP; usage: raytune-fsdp sweep [-h] sweep (raytune-fsdp sweep --help)",
     "sweep demo --json": "--json goes with --dry-run (raytune-fsdp sweep --help)",
+    "sweep demo --gpus-per-node 4": "--gpus-per-node is for a prediction: name the device, too (--gpu A100-80GB) "
+    "(raytune-fsdp sweep --help)",
     "sweep demo --price 2": "--price is for a prediction: name the device, too (--gpu A100-80GB) (raytune-fsdp sweep "
     "--help)",
     "convert": "FILE is missing: name the YAML file of the other trainer (raytune-fsdp convert --help)",
@@ -83,7 +85,7 @@ COMMANDS = {
     "fork away": "away is not a run directory: it has no config.yaml; give <run.storage>/<run.name>",
     "fork --at 4": "the run comes first: raytune-fsdp fork RUN [arguments] (raytune-fsdp fork --help)",
     "fork --unpin runs/x": "--unpin runs/x: no run in {here}/runs has a pin of it; name the run that it forked: `fork "
-    "RUN --unpin FORK`",
+    "RUN --unpin FORK`; of a fork that was moved, give the path that it had when it began",
     "data clean nope": "nope is not a directory; give the cache of a run: data.cache.path, or run.storage/cache",
     # Files that are no configs.
     "plan --config tab.yaml": "config file tab.yaml: line 2: it begins with a tab, and YAML is indented with spaces "

@@ -29,7 +29,7 @@ from raytune_fsdp.tune.log import (
 )
 
 ENTRIES: list[Entry] = [
-    SweepBegun({"space": {"optim.lr": {"grid": [1e-4, 3e-4]}}, "metric": None}, highest=False),
+    SweepBegun({"space": {"optim.lr": {"grid": [1e-4, 3e-4]}}, "metric": None}, {"optim.lr": 1e-4}, highest=False),
     Trial(0, {"optim.lr": 1e-4, "method": {"type": "full"}}, 0),
     Trial(1, {"optim.lr": 3e-4}, 1, seed=2),
     Value(0, 10, 0.1 + 0.2),

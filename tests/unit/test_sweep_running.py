@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
-from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError
 from raytune_fsdp.cli.main import main
-from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.load import load_config, recorded_text
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
+from raytune_fsdp.tune.log import Decision, Draw, SweepLog, Trial, Value
+from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.running import tied
-from raytune_fsdp.tune.running.times import add_time, hours_used, read_times
-from raytune_fsdp.tune.running.values import measured_in
+from raytune_fsdp.tune.running.cluster import threads_for
+from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
+from raytune_fsdp.tune.running.values import check_own, measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.space import check_trials, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, load_sweep
-from raytune_fsdp.tune.sweep import checked
+from raytune_fsdp.tune.sweep import checked, measured_by, sweep
+from raytune_fsdp.tune.table import OverSeeds, Standing, best_of, leaderboard
+from raytune_fsdp.tune.turn import begun_of
 from tests.recorded import Recorded
 from tests.running_sweeps import spec_of
 
@@ -59,17 +70,71 @@ def test_a_record_says_what_is_measured_and_whether_the_run_is_over(tmp_path: Pa
 
 
 def test_times_are_added_up_and_what_is_no_time_is_left_out(tmp_path: Path) -> None:
-    file = tmp_path / "times.jsonl"
-    assert hours_used(file) == 0.0
-    add_time(file, "started", trial=0)
-    add_time(file, "ended", trial=0, seconds=1800, ranks=4)
-    with file.open("a") as out:
+    place = SweepDir(tmp_path / "rates")
+    place.path.mkdir()
+    times = TrialTimes(place)
+    times.started(0, "rates-000", 4)
+    times.ended(0, "rates-000", 0, 1800)
+    assert times.hours == 0.5
+    with place.times.open("a") as out:
         out.write('{"what": "ended", "seconds": "many", "ranks": 1}\n[1]\n{"what": "ended", "sec')
-    assert hours_used(file) == 2.0 and len(list(read_times(file))) == 3
+    assert TrialTimes(place).hours == 0.5 and len(list(read_times(place.times))) == 3
+
+
+def test_what_was_killed_with_its_command_took_the_time_until_its_last_step(tmp_path: Path) -> None:
+    place = SweepDir(tmp_path / "rates")
+    place.path.mkdir()
+    TrialTimes(place).started(1, "rates-001", 4)
+    run = Recorded(tmp_path, "rates-001")
+    run.attempt()
+    run.train(3)
+    hour_later = time.time() + 3600
+    os.utime(run.place.metrics, (hour_later, hour_later))
+    found = TrialTimes(place).hours
+    assert found == pytest.approx(ranks_of(run.place.path), rel=0.01)
+    assert TrialTimes(place).hours == pytest.approx(found, rel=1e-4), "counted once"
 
 
 def sweep_of(directory: Path, **changes: Any) -> SweepSpec:
     return load_sweep(spec_of(directory, "runs", **changes))
+
+
+def test_trials_that_share_a_machine_share_its_cores_by_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    given = spec_of(tmp_path, "runs")
+    given["base"]["cluster"] |= {"workers": 2}
+    config = checked(load_sweep(given))[0][0]
+    assert [threads_for(config, trials) for trials in (1, 2, 4, 100)] == [None, 4, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_for(config, 2) is None, "the user has said it"
+
+
+def test_a_run_of_other_settings_is_no_trial(tmp_path: Path) -> None:
+    spec = sweep_of(tmp_path)
+    first, second = checked(spec)[0][:2]
+    place = RunDir.of(first)
+    check_own(first, place)
+    place.path.mkdir(parents=True)
+    place.config.write_text(recorded_text(first))
+    check_own(first, place)
+    with pytest.raises(ResumeError, match=r"rates-000 has a run of other settings .*optim.lr=0.01 \(there 0.001\)"):
+        check_own(second, place)
+    place.config.write_text("train: [")
+    with pytest.raises(ResumeError, match=r"config.yaml cannot be read, so nothing says whose run it is"):
+        check_own(first, place)
+
+
+def test_what_cannot_be_compared_or_begun_is_refused_at_once(tmp_path: Path) -> None:
+    given = spec_of(tmp_path, "runs")
+    given["base"]["data"]["eval"] = []
+    with pytest.raises(ConfigError, match=r"data.eval=\[\] in the base of rates-000: trials are compared by"):
+        checked(load_sweep(given))
+    with pytest.raises(Interrupted, match="budget.until=2020-01-01 08:00 has come"):
+        sweep(sweep_of(tmp_path, budget={"until": "2020-01-01 08:00"}))
+    Recorded(tmp_path / "runs", "rates")
+    with pytest.raises(ConfigError, match=r"name=rates: .*rates is a run: give the sweep another name"):
+        sweep(sweep_of(tmp_path))
 
 
 def test_what_a_sweep_takes_is_said_before_it_starts(tmp_path: Path) -> None:
@@ -84,20 +149,29 @@ def test_what_a_sweep_takes_is_said_before_it_starts(tmp_path: Path) -> None:
     assert cost_of(every, scheduler_of(every, trials), trials).steps == 64
 
 
-def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
+def test_going_on_the_words_are_of_the_whole_sweep(tmp_path: Path) -> None:
+    spec = sweep_of(tmp_path)
+    configs, scheduler = checked(spec)
+    cost = replace(cost_of(spec, scheduler, configs), gpu_hours=2.5)
+    assert in_words(spec, cost, 2.0)[1] == "2.50 GPU-hours predicted, 5.00"
+    first, second = in_words(spec, cost, 2.0, begun=True)
+    assert first.startswith("4 trials, 32 steps in all, 50 % of") and second == "2.50 GPU-hours predicted in all, 5.00"
 
+
+def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump(spec_of(tmp_path, "runs")))
     assert main(["sweep", str(file), "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("4 trials, 32 steps")
+    assert capsys.readouterr().out.startswith("4 trials, 32 steps, 50 %")
     assert not (tmp_path / "runs").exists()
+    spec = sweep_of(tmp_path)
+    SweepDir.of(spec).path.mkdir(parents=True)
+    SweepLog(SweepDir.of(spec).log).append([begun_of(spec, checked(spec)[0][0])])
+    assert main(["sweep", str(file), "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("4 trials, 32 steps in all")
 
 
 def test_a_table_folds(tmp_path: Path) -> None:
-    from raytune_fsdp.tune.log import Trial
-    from raytune_fsdp.tune.table import Standing
-
     rows = [
         Standing(Trial(n, rate, n), rate, 4, 1.0 + n, "stopped" if n else "open", None)
         for n, rate in enumerate({"optim.lr": 10.0**-n} for n in range(12))
@@ -106,6 +180,87 @@ def test_a_table_folds(tmp_path: Path) -> None:
     assert lines[0].split() == ["trial", "value", "step", "state", "changes"]
     assert lines[1].split() == ["rates-000", "1.0000", "4", "open", "optim.lr=1"]
     assert lines[-1] == "and 4 more: 4 stopped" and len(lines) == 10
+
+    several = SweepBoard(sweep_of(tmp_path, seeds=3)).table([replace(row, seeds=3) for row in rows], 2)
+    assert "  mean of 3 seeds  step  " in several[0]
+    assert several[2].split() == ["rates-001", "2.0000", "4", "stopped", "optim.lr=0.1"]
+
+
+def test_decisions_name_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = sweep_of(tmp_path, seeds=3)
+    board, configs = SweepBoard(spec), checked(spec)[0]
+    log = [begun_of(spec, configs[0]), *trials_of(spec)]
+    log += [Value(number, 4, value) for number, value in enumerate([9, 1, 2, 3, 4, 4, 8, 8, 8, 7, 7, 7])]
+    log.append(Decision(4, (3, 4, 5), (0, 1, 2, 6, 7, 8, 9, 10, 11)))
+    board.decided(log, log[-1:], table=True)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == (
+        "after step 4 these trials go on: rates-001-s0, rates-001-s1, rates-001-s2; these do not: rates-000-s0, "
+        "rates-000-s1, rates-000-s2, rates-002-s0, rates-002-s1, rates-002-s2, rates-003-s0, rates-003-s1 and 1 more"
+    )
+    assert said[2].split() == ["rates-001", "3.6667", "4", "open", "optim.lr=0.01"]
+    assert board._fields == ["best 3.6667 (mean of 3 seeds): rates-001", "optim.lr=0.01"]
+
+
+def test_draws_name_the_runs_that_they_are_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = sweep_of(tmp_path)
+    log = [begun_of(spec, checked(spec)[0][0]), *trials_of(spec), Decision(4, (1, 2), (0,))]
+    log += [Draw(0, 4, 1, {"optim.lr": 7.0}), Decision(8, (0, 2), (1,)), Draw(1, 8, 0, {"optim.lr": 8.0})]
+    SweepBoard(spec).decided(log, log[5:], table=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "after step 4 these trials go on: rates-001, rates-002; these do not: rates-000",
+        "after step 4 rates-000 goes on from rates-001, as rates-000-g1",
+        "after step 8 these trials go on: rates-000-g1, rates-002; these do not: rates-001",
+        "after step 8 rates-001 goes on from rates-000-g1, as rates-001-g1",
+    ]
+
+
+def test_seeds_in_lines(tmp_path: Path) -> None:
+    rows = [OverSeeds(1, "eval/a/loss", 1000, 3, 2.5, 0.25, None, None, None),
+            OverSeeds(2, "eval/a/loss", 4, 1, 3.0, None, 0.5, 0.125, True)]  # fmt: skip
+    head, *lines = SweepBoard(sweep_of(tmp_path, seeds=3)).over_seeds(rows)
+    assert head.split()[:6] == ["trial", "metric", "at", "step", "seeds", "mean"]
+    assert [line.split() for line in lines] == [
+        ["rates-001", "eval/a/loss", "1,000", "3", "2.5000", "0.2500", "-", "-"],
+        ["rates-002", "eval/a/loss", "4", "1", "3.0000", "-", "+0.5000", "±", "0.1250", "yes"],
+    ]
+
+
+def test_the_best_of_seeds_is_written_with_its_mean_and_commands_for_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, here = sweep_of(tmp_path, seeds=2), tmp_path / "a b"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    place = SweepDir.of(spec)
+    place.path.mkdir(parents=True)
+    log = [begun_of(spec, checked(spec)[0][0]), *trials_of(spec)]
+    assert best_of(leaderboard(log)) is None
+    log += [Value(number, 4, value) for number, value in enumerate([1.0, 9.0, 2.0, 3.0])]
+    best = best_of(leaderboard(log))
+    assert best is not None and (best.trial.number, best.value) == (2, 2.5)
+    put_best(spec, log, best)
+    said = place.best.read_text().splitlines()[:4]
+    assert said[0] == (
+        "# The best trial of the sweep rates: rates-001, with the mean loss 2.5 after step 4, the mean over its 2 "
+        "seeds."
+    )
+    assert said[1] == "# This is the config of its first seed, rates-001-s0."
+    begin = f"cd {shlex.quote(str(here))} && raytune-fsdp train --config {tmp_path}"
+    assert said[2].partition(":")[2].strip() == f"{begin}/runs/rates-001-s0/config.yaml --run.stop_after null"
+    assert said[3].partition(":")[2].strip() == f"{begin}/runs/rates/best.yaml --run.name rates-best"
+    assert load_config(place.best).run.name == "rates-001-s0"
+
+
+def test_what_is_measured_after_the_sweep_does_not_count(tmp_path: Path) -> None:
+    spec = sweep_of(tmp_path)
+    run = Recorded(tmp_path / "runs", "rates-001")
+    run.attempt()
+    for loss in (3.0, 2.0, 1.0):
+        run.train(4)
+        run.evaluate(others=loss)
+    log = [begun_of(spec, checked(spec)[0][0]), *trials_of(spec), Value(1, 8, 2.0)]
+    assert measured_by(spec, log)[1] == {4: {"eval/others/loss": 3.0}, 8: {"eval/others/loss": 2.0}}
 
 
 def test_a_run_that_stops_does_not_wait_for_tasks() -> None:

@@ -20,10 +20,11 @@ from raytune_fsdp.tune.schedulers.median import Median
 from raytune_fsdp.tune.schedulers.pbt import Pbt
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
 from raytune_fsdp.tune.schedulers.rungs import Rungs
+from raytune_fsdp.tune.space import trials_of
 from raytune_fsdp.tune.spec import PbtScheduler, Values
-from raytune_fsdp.tune.table import best_of
-from raytune_fsdp.tune.turn import turn
-from tests.sweeps import BASE, LAST, World, make_sweep, play
+from raytune_fsdp.tune.table import best_of, leaderboard
+from raytune_fsdp.tune.turn import begun_of, check_same
+from tests.sweeps import BASE, LAST, World, check_follows, load_base, make_sweep, play
 
 ALL: dict[str, dict[str, Any]] = {
     "rungs": {"eta": 2},
@@ -88,13 +89,7 @@ class NoKills(random.Random):
 def test_a_log_played_back_gives_its_own_decisions(kind: str, chance: int, **world: Any) -> None:
     there = world_of(kind, **world)
     log = play(there, chance=random.Random(chance))
-    scheduler = there.scheduler
-    for number, entry in enumerate(log[1:], 1):
-        before = log[:number]
-        if len(trials_in(before)) < world["trials"]:
-            continue
-        said = list(scheduler.next(trials_in(before), before).entries[:1])
-        assert said == ([entry] if isinstance(entry, Decision | Draw) else [])
+    check_follows(there.scheduler, log, world["trials"])
 
 
 @given(kind=kinds, chance=st.integers(0, 2**32), **worlds)
@@ -105,10 +100,10 @@ def test_a_sweep_ends_with_a_trial_that_came_to_its_end(kind: str, chance: int, 
     ended = {entry.trial: entry for entry in log if isinstance(entry, TrialEnded)}
     complete = {number for number, entry in ended.items() if entry.error is None}
     assert all(ended[number].step == LAST for number in complete)
-    best = best_of(log)
+    best = best_of(leaderboard(log))
     if set(range(world["trials"])) - set(world["fails"]):
-        assert best is not None and best.number not in ended.keys() - complete
-        assert best.number in complete or not complete
+        assert best is not None and best.trial.number not in ended.keys() - complete
+        assert best.trial.number in complete or not complete
     if not world["fails"]:
         assert complete
     values = [entry for entry in log if isinstance(entry, Value)]
@@ -121,7 +116,7 @@ TRIALS = [Trial(number, {}, number) for number in range(6)]
 
 
 def log_of(*entries: Entry, trials: Sequence[Trial] = TRIALS) -> list[Entry]:
-    return [SweepBegun({}, False), *trials, *entries]
+    return [SweepBegun({}, {}, False), *trials, *entries]
 
 
 def at(step: int, *values: float, first: int = 0) -> list[Value]:
@@ -176,7 +171,7 @@ def test_rungs_without_anything_to_compare_end() -> None:
     rungs = Rungs([10], eta=2, highest=False)
     assert decided(rungs, log) == [Decision(10, on=(), stop=tuple(range(6)))]
     assert rungs.next(TRIALS, log + decided(rungs, log)).over
-    assert best_of(log + decided(rungs, log)) is None
+    assert best_of(leaderboard(log + decided(rungs, log))) is None
 
 
 def test_asha_by_the_book() -> None:
@@ -327,8 +322,64 @@ def test_steps_without_anything_to_compare_are_refused(kind: str, rule: Any, bas
 
 
 def test_another_sweep_does_not_go_on() -> None:
-    spec = make_sweep(2)
-    log = turn(spec, World(spec).scheduler, [], []).entries
-    other = make_sweep(3)
+    spec, base = make_sweep(2), load_base()
+    log = [begun_of(spec, base)]
+    check_same(spec, begun_of(spec, base), log)
     with pytest.raises(ResumeError, match=r'search=.*"trials": 3.*the sweep s was begun with .*"trials": 2'):
-        turn(other, World(other).scheduler, log, [])
+        check_same(make_sweep(3), begun_of(make_sweep(3), base), log)
+
+
+def test_a_sweep_does_not_go_on_with_another_base() -> None:
+    spec = make_sweep(2)
+    log = [begun_of(spec, load_base())]
+
+    def changed(**sections: Any) -> SweepBegun:
+        tree = {**BASE, **{name: {**BASE.get(name, {}), **values} for name, values in sections.items()}}
+        return begun_of(spec, load_config(tree))
+
+    check_same(spec, changed(checkpoint={"every": 5}, model={"path": "moved/to/model"}, cluster={"workers": 3}), log)
+    with pytest.raises(ResumeError) as refused:
+        check_same(
+            spec, changed(train={"global_batch": 4}, optim={"weight_decay": 0.5}, model={"path": "a/nother"}), log
+        )
+    assert [line.split("=")[0] for line in refused.value.args] == [
+        "model.path", "optim.weight_decay", "train.global_batch",
+    ]  # fmt: skip
+    assert (
+        "train.global_batch=4: the sweep s was begun with 8, and so are the trials that it compares: set it back"
+        in (refused.value.args[2])
+    )
+
+
+@pytest.mark.parametrize("field", ["data.window", "method", "optim.groups", "train.global_batch"])
+def test_a_population_is_refused_what_a_fork_may_not_change(field: str) -> None:
+    values = {
+        "method": [{"type": "full"}, {"type": "lora", "rank": 8}],
+        "optim.groups": [[], [{"match": "a", "lr": 1.0}]],
+    }
+    space = {"optim.lr": {"loguniform": [1e-5, 1e-2]}, field: {"choice": values.get(field, [8, 16])}}
+    spec = make_sweep(4, space=space, scheduler={"type": "pbt", "every": 20})
+    with pytest.raises(
+        ConfigError, match=rf"space\.{field} with scheduler.type=pbt.*\(of optim\.lr\), leave {field} out"
+    ):
+        scheduler_of(spec, World(spec).configs)
+    only = make_sweep(4, space=space, scheduler={"type": "pbt", "every": 20, "change": ["optim.lr"]})
+    scheduler_of(only, World(only).configs)
+
+
+def test_a_log_with_trials_of_another_space_is_refused() -> None:
+    """A stranger's could set any field of a config, such as one by which code runs."""
+    spec, base = make_sweep(2), load_base()
+    begun, own = begun_of(spec, base), trials_of(spec)
+    check_same(spec, begun, [begun, own[0]])
+    with pytest.raises(ResumeError, match="the log of s has another trial 0 than its space gives"):
+        check_same(spec, begun, [begun, Trial(0, {"model.trust_remote_code": True}, 0)])
+    with pytest.raises(ResumeError, match="the log of s changes data.train of trial 1, which is not in space"):
+        check_same(spec, begun, [begun, *own, Draw(1, 20, 0, {"optim.lr": 1e-3, "data.train": []})])
+
+
+def test_a_population_of_which_nobody_goes_on_is_refused() -> None:
+    spec = make_sweep(4, scheduler={"type": "pbt", "every": 20})
+    log = [begun_of(spec, load_base()), *trials_of(spec), *at(20, 1.0, 2.0, 3.0, 4.0), Decision(20, (), (0, 1, 2, 3))]
+    with pytest.raises(ResumeError, match="after step 20 no trial goes on that was measured"):
+        scheduler_of(spec, [load_base()] * 4).next(trials_of(spec), log)

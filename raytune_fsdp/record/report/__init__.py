@@ -15,7 +15,7 @@ facts.py       status, key figures, and the page's tables, also about prediction
 surroundings.py  with what and where a run was trained, its time by parts, its audits, its digest
 rows.py        the page's tables about the data
 drawn.py       what is drawn without a script
-runs_page.py   the page about all runs of a storage; runs.html.jinja, runs.js
+runs_page.py   the page about all runs of a storage, and its sweeps; runs.html.jinja, runs.js
 ancestors.py   from which runs a fork comes: on its page, its card, and beside another run
 difference.py  the first step at which two runs part, and why
 """

@@ -32,6 +32,17 @@ def ticks(low: float, high: float) -> list[float]:
     return found
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers on a logarithmic scale, eight at most: 1, 2 and 5 times powers of ten, or powers alone."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [value for power in powers for n in _STEPS_IN_TEN if low <= (value := float(f"{n}e{power}")) <= high]
+    if len(found) < 3:
+        return ticks(low, high)
+    if len(found) > 8:
+        found = [value for power in powers if low <= (value := float(f"1e{power}")) <= high]
+    return found[:: math.ceil(len(found) / 8)]
+
+
 def static_curves(chart: dict[str, Any], axes: Sequence[dict[str, Any]]) -> Markup:
     """Return a chart as SVG."""
     xs = [step for axis in axes for step in (*axis["from"][:1], *axis["to"][-1:])]

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import raytune_fsdp
-from raytune_fsdp.base.durable import open_private
 from raytune_fsdp.base.untrusted import UnsoundError, open_regular, printable
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.text import dump
+from raytune_fsdp.launch.environment import with_package
 from raytune_fsdp.record.screen_messages import VARIABLE
+from raytune_fsdp.tune.log import open_own
 
 _TIED = Path(__file__).with_name("tied.py")
 _TAIL_BYTES = 1 << 16
@@ -34,13 +34,11 @@ class Child:
         self.asked = False
         """Whether it was asked to stop."""
         command = [sys.executable, "-P", "-m", "raytune_fsdp.cli.main", "train", "--config", "/dev/stdin"]
-        here = str(Path(raytune_fsdp.__file__).parents[1])  # a job's copy of this package need not be installed
-        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
         # The config by a file without a name: it may hold secrets, which belong into no file of the sweep.
         with (
             tempfile.TemporaryFile() as given,
-            open(output, "ab", opener=open_private) as said,
+            open(output, "ab", opener=open_own) as said,
         ):
             given.write(dump(config.model_dump()).encode())
             given.seek(0)
@@ -48,7 +46,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_TIED), str(os.getpid()), *command],
                 stdin=given, stdout=said, stderr=subprocess.STDOUT,
-                env={**inherited, "PYTHONPATH": path, **variables},
+                env={**with_package(inherited), **variables},
                 start_new_session=True,  # Ctrl-C is for the sweep's command, which passes it on
             )  # fmt: skip
 

@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import raytune_fsdp
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.base.untrusted import MIB
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.environment import with_package
 
 _BESIDE_SECONDS = 120.0
 """How long the process that starts Ray may take besides, for its imports."""
 _CLOSE_SECONDS = 30.0
+_OMP = "OMP_NUM_THREADS"
 
 
 class TrialsRay:
@@ -42,25 +42,35 @@ class TrialsRay:
                 self._process.stdin.flush()
 
 
-@contextmanager
-def ray_for(config: FinetuneConfig, trials: int) -> Iterator[TrialsRay]:
-    """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial."""
+def threads_for(config: FinetuneConfig, trials: int) -> int | None:
+    """Return how many threads each rank gets where so many trials share this machine without Ray. None: the user has
+    said it, a trial has the machine for itself, or Ray shares it out."""
+    if not _without_ray(config) or trials == 1 or _OMP in os.environ:
+        return None
+    # Each would take all cores, and wait for the others at every product. Ray does the same for its workers.
+    return max(1, (os.cpu_count() or 1) // (trials * (config.cluster.most or 1)))
+
+
+def _without_ray(config: FinetuneConfig) -> bool:
     launch = config.cluster.launch
-    if launch == "local" or (launch == "auto" and find_spec("ray") is None):
-        # Each would take all cores, and wait for the others at every product. Ray does the same for its workers.
-        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // trials))} if trials > 1 else {}
-        yield TrialsRay(None, {"variables": {name: os.environ.get(name, each) for name, each in threads.items()}})
+    return launch == "local" or (launch == "auto" and find_spec("ray") is None)
+
+
+@contextmanager
+def ray_for(config: FinetuneConfig, trials: int, threads: int | None) -> Iterator[TrialsRay]:
+    """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial. `threads`: of each rank,
+    without Ray; None: not said here."""
+    if _without_ray(config):
+        yield TrialsRay(None, {"variables": {} if threads is None else {_OMP: str(threads)}})
         return
     cluster = config.cluster
     asked = {
         "workers": trials * (cluster.most or 1), "cpus_per_worker": cluster.cpus_per_worker,
         "device": cluster.device, "start_seconds": cluster.start_seconds,
     }  # fmt: skip
-    here = str(Path(raytune_fsdp.__file__).parents[1])
-    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "raytune_fsdp.launch.ray.held", json.dumps(asked)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=with_package(os.environ),
         start_new_session=True,  # so that Ctrl-C does not end the Ray before its trials
     )  # fmt: skip
     try:

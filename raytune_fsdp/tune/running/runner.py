@@ -9,20 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 
-from raytune_fsdp.base.errors import ConfigError, Interrupted, TrainingError
+from raytune_fsdp.base.errors import ConfigError, Interrupted, TrainingError, in_one_line
+from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record.report.overview import last_step
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.log import SweepLog, Trial, TrialEnded, Value, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.running.children import Child
 from raytune_fsdp.tune.running.cluster import TrialsRay
-from raytune_fsdp.tune.running.times import add_time, hours_used
-from raytune_fsdp.tune.running.values import TrialRecord, measured_in
+from raytune_fsdp.tune.running.times import TrialTimes, ranks_of
+from raytune_fsdp.tune.running.values import TrialRecord, check_own, measured_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
 from raytune_fsdp.tune.space import config_of, run_name_of
 from raytune_fsdp.tune.spec import SweepSpec
@@ -31,8 +30,11 @@ from raytune_fsdp.tune.turn import turn
 _LOOK_SECONDS, _READ_SECONDS = 0.1, 1.0
 """How often processes are looked at, and the records of those that run."""
 _TRIES = 3
-"""Failures of a trial without a checkpoint in between after which it has failed for good; two that are equal are
-enough."""
+"""Failures of a trial without a checkpoint in between after which the sweep stops. Two in the same words, both of them
+of an attempt, are the trial's own."""
+_AGAIN_SECONDS = (0.0, 15.0)
+"""How long a trial waits before it is tried again, after the first failure and after the second: what failed besides
+training, such as the head of a cluster, may come back meanwhile."""
 _REFUSED, _REPEATED, _INTERRUPTED = 2, 3, 130
 _WORKED_ON = "another command works on"
 _STOP_SECONDS = 600.0
@@ -55,8 +57,12 @@ class TrialRun:
     since: float = 0.0
     until: int | None = None
     """Where its process stops; None: at the run's end."""
+    attempt: int = 0
+    """The newest attempt on record before its process was started."""
     failures: int = 0
     failed_at: int = -1
+    again_at: float = 0.0
+    """Before this moment it is not started again."""
     error: str = ""
     """How it has failed last."""
     waits: bool = False
@@ -77,15 +83,17 @@ class Runner:
         stops: Callable[[], int],
         board: SweepBoard,
         cluster: TrialsRay,
+        lease: Lease | None,
         parent: str | None = None,
     ) -> None:
-        """`stops`: how often somebody has asked the sweep to stop. `cluster`: the Ray of its trials. `parent`: the id
-        of the sweep's MLflow run."""
+        """`stops`: how often somebody has asked the sweep to stop. `cluster`: the Ray of its trials. `lease`: of this
+        command on the sweep. `parent`: the id of the sweep's MLflow run."""
         self._spec = spec
         self._scheduler = scheduler
         self._stops = stops
         self._board = board
         self._cluster = cluster
+        self._lease = lease
         self._parent = parent
         self._place = SweepDir.of(spec)
         self.log = log
@@ -94,8 +102,9 @@ class Runner:
         """What the records of the newest runs hold, in the order in which it was found."""
         self._news = 0
         """How much was ever found."""
-        self._hours = hours_used(self._place.times)
-        self._until = None if spec.budget.until is None else datetime.fromisoformat(spec.budget.until).astimezone()
+        self._refused: set[tuple[int, int]] = set()
+        """Trials, with their generations, whose changes make no config."""
+        self._times = TrialTimes(self._place)
         self._read_at = 0.0
 
     def run(self) -> None:
@@ -104,14 +113,19 @@ class Runner:
             while True:
                 now = turn(self._spec, self._scheduler, self.log.entries, self._found)
                 if now.entries:
+                    self._check_lease()
                     self.log.append(now.entries)
-                    self._board.decided(self.log.entries, now.entries)
+                    self._board.decided(self.log.entries, now.entries, table=not now.over)
                 if now.over:
                     return
                 if self._begin(now.stretches):
                     continue  # a record says more than the log
                 if not any(run.child is not None or run.waits for run in self._runs.values()):
-                    done = ", ".join(f"{self._runs[each.trial].name} to {each.until}" for each in now.stretches)
+                    done = ", ".join(
+                        f"{self._runs[each.trial].name} to {each.until}"
+                        for each in now.stretches
+                        if each.trial in self._runs
+                    )
                     raise TrainingError(f"the sweep stands still: nothing follows from what is trained ({done})")
                 self._board.show(self._runs.values())
                 self._wait()
@@ -123,9 +137,15 @@ class Runner:
     def _begin(self, stretches: Sequence[Stretch]) -> bool:
         """Start what may run and does not. Return whether anything was found instead, in the record of a run."""
         before, trials = self._news, {trial.number: trial for trial in trials_in(self.log.entries)}
-        runs = {stretch.trial: self._run_of(stretch, trials[stretch.trial]) for stretch in stretches}
+        found = {each.trial: self._run_of(each, trials[each.trial]) for each in stretches}
+        runs = {number: run for number, run in found.items() if run is not None}
+        for number, run in runs.items():
+            if run_name_of(self._spec, trials[number]) in self._spec.skip and run.child is None:
+                self._over(number, run, "it was left out (skip)")
+        stretches = [each for each in stretches if each.trial in runs]
         # Until a fork has begun, its source stays where it is: it could remove the checkpoint.
-        sources = {each.fork[0] for each in stretches if each.fork and not runs[each.trial].measured.began}
+        waiting = [each for each in stretches if not runs[each.trial].measured.began and not runs[each.trial].ended]
+        sources = {each.fork[0] for each in waiting if each.fork}
         for number, run in self._runs.items():
             if run.child is not None and number not in runs and not run.child.asked:
                 run.child.stop()
@@ -146,24 +166,39 @@ class Runner:
             raise Interrupted(f"{spent}; the same command with more goes on")
         return self._news > before
 
-    def _run_of(self, stretch: Stretch, trial: Trial) -> TrialRun:
-        """Return the run of a trial in which this stretch is trained."""
-        known = self._runs.get(trial.number)
+    def _run_of(self, stretch: Stretch, trial: Trial) -> TrialRun | None:
+        """Return the run of a trial in which this stretch is trained; None: what was proposed or drawn for it makes no
+        config, which is how its trial ends."""
+        known, key = self._runs.get(trial.number), (trial.number, stretch.generation)
         if known is not None and (known.generation == stretch.generation or known.child is not None):
             return known  # also the run before a fork, whose process has measured all and is about to end
+        if key in self._refused:
+            return None
         self._found = [each for each in self._found if each.trial != trial.number]
-        config = config_of(self._spec, trial, stretch.changes, stretch.generation)
+        begins = stretch.fork[1] if stretch.fork else 0
+        try:
+            config = config_of(self._spec, trial, stretch.changes, stretch.generation)
+        except ConfigError as error:
+            self._refused.add(key)
+            self._found.append(TrialEnded(trial.number, begins, in_one_line(error)))
+            self._news += 1
+            return None
         place = RunDir.of(config)
         run = TrialRun(
             name=config.run.name, config=config, place=place, generation=stretch.generation,
-            begins=stretch.fork[1] if stretch.fork else 0, signs=Signs(place),
+            begins=begins, signs=Signs(place),
         )  # fmt: skip
+        check_own(run.config, place)
         self._runs[trial.number] = run
         self._read(trial.number, run)
         return run
 
     def _is_free(self, run: TrialRun) -> bool:
-        """Return whether no other command works on a run: that of a sweep that was killed ends within seconds."""
+        """Return whether a run may be started: no other command works on it (that of a sweep that was killed ends
+        within seconds), and it has not failed just now."""
+        if time.monotonic() < run.again_at:
+            run.waits = True
+            return False
         seen = run.signs.look()
         run.waits = seen not in ("free", "silent")
         if seen == "running" and not run.said:
@@ -171,7 +206,12 @@ class Runner:
             self._board.say(f"{run.name} waits: {holder_of(run.place) or 'another command'} works on it")
         return not run.waits
 
+    def _check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
     def _start(self, run: TrialRun, stretch: Stretch) -> None:
+        self._check_lease()
         changed: dict[str, object] = {"stop_after": stretch.until}
         if stretch.fork is not None:
             source, step = stretch.fork
@@ -183,10 +223,10 @@ class Runner:
         config = FinetuneConfig.model_validate({**tree, "run": {**tree["run"], **changed}})
         output = self._place.output(run.name)
         output.parent.mkdir(exist_ok=True)
-        run.until, run.since, run.said = stretch.until, time.monotonic(), False
+        run.until, run.since, run.said, run.attempt = stretch.until, time.monotonic(), False, run.measured.attempt
         run.child = Child(config, output, self._cluster.variables)
         self._cluster.used_by(run.child.pid)
-        add_time(self._place.times, "started", trial=stretch.trial, run=run.name, until=stretch.until)
+        self._times.started(stretch.trial, run.name, stretch.until)
         self._board.started(run.name, stretch.until)
 
     # --- What becomes of it ------------------------------------------------------------------------------------------
@@ -197,8 +237,7 @@ class Runner:
         while True:
             if self._stops():
                 raise Interrupted("the sweep was stopped; the same command goes on")
-            if self._until is not None and datetime.now().astimezone() >= self._until:
-                raise Interrupted(f"budget.until={self._spec.budget.until} has come; with a later one it goes on")
+            self._spec.budget.check_until()
             ended = False
             for number, run in list(self._runs.items()):
                 if run.child is not None and (code := run.child.code()) is not None:
@@ -235,8 +274,10 @@ class Runner:
 
     def _over(self, number: int, run: TrialRun, error: str | None = None) -> None:
         if run.ended is None:
-            last = max(run.measured.committed, run.begins)
-            run.ended = TrialEnded(number, last if error else max(run.measured.values, default=last), error)
+            # Not that of a checkpoint: a stop in between makes some, and the log must not depend on it.
+            measured = max(run.measured.values, default=run.begins)
+            whole = max(run.measured.committed, run.begins)
+            run.ended = TrialEnded(number, measured if error or run.measured.values else whole, error)
             self._found.append(run.ended)
             self._news += 1
 
@@ -244,12 +285,7 @@ class Runner:
         """Look at what a process has left that has ended with this code."""
         child, run.child = run.child, None
         assert child is not None
-        seconds, newest = time.monotonic() - run.since, last_step(run.place.metrics)
-        ranks = int(newest["world_size"]) if newest and isinstance(newest.get("world_size"), int) else 1
-        self._hours += seconds * ranks / 3600
-        add_time(
-            self._place.times, "ended", trial=number, run=run.name, code=code, seconds=round(seconds, 2), ranks=ranks
-        )
+        self._times.ended(number, run.name, code, time.monotonic() - run.since)
         self._read(number, run)
         if code == 0:
             self._over(number, run)
@@ -261,40 +297,58 @@ class Runner:
             self._failed(number, run, code, child.error())
 
     def _failed(self, number: int, run: TrialRun, code: int, error: str) -> None:
-        """Decide whether a trial that has failed is tried again."""
+        """Decide what becomes of a trial whose process has failed.
+
+        On the log is only what its own training has said: then it has failed for good. What else goes wrong, be it a
+        node that is missing or a disk that is full, would be found as the trial's fault by every later command.
+        """
         if code == _REFUSED and _WORKED_ON in error:
             return  # it is waited for
         begun = any(isinstance(entry, Value) for entry in self.log.entries)
         if code == _REFUSED and not begun and not any(each.measured.began for each in self._runs.values()):
             raise ConfigError(f"{run.name} is refused, and nothing has been trained yet: {error}")
+        way_out = f"mend that, and the same command goes on; if the fault is this trial's alone: skip=[{run.name}]"
+        if code == _REFUSED:
+            raise ConfigError(f"{run.name} is refused, so the sweep stops: {error}; {way_out}")
         run.failures = run.failures + 1 if run.measured.committed == run.failed_at else 1
-        # From within, and once more in the same words at the same place: another try would say them again.
-        same = code > 0 and run.failures > 1 and error == run.error
+        same = run.failures > 1 and error == run.error
         run.failed_at, run.error = run.measured.committed, error
-        again = code not in (_REFUSED, _REPEATED) and run.failures < _TRIES and not same
-        self._board.failed(run.name, error, again=again)
-        if not again:
+        own = code > 0 and run.measured.attempt > run.attempt
+        if own and (code == _REPEATED or same):
+            self._board.failed(run.name, error, again=False)
             storage = str(run.place.path.parent)
             self._over(number, run, " ".join(error.replace(f"{storage}/", "").split()))
+        elif run.failures >= _TRIES:
+            raise TrainingError(f"{run.name} has failed {_TRIES} times, so the sweep stops: {error}; {way_out}")
+        else:
+            self._board.failed(run.name, error, again=True)
+            run.again_at = time.monotonic() + _AGAIN_SECONDS[run.failures - 1]
 
     def _spent(self) -> str:
         """Say that the budget is used up, if it is."""
         most = self._spec.budget.gpu_hours
-        running = sum(time.monotonic() - run.since for run in self._runs.values() if run.child is not None) / 3600
-        if most is None or self._hours + running < most:
+        if most is None:
             return ""
-        return f"budget.gpu_hours={most:g} is used up ({self._hours:.2f})"
+        running = [run for run in self._runs.values() if run.child is not None]
+        used = self._times.hours
+        used += sum((time.monotonic() - run.since) * ranks_of(run.place.path) for run in running) / 3600
+        return f"budget.gpu_hours={most:g} is used up ({used:.2f})" if used >= most else ""
 
     def _end_all(self) -> None:
         """Let all processes commit and end, and wait for them; at another wish to stop, end them at once."""
-        running = [run.child for run in self._runs.values() if run.child is not None]
+        stopping = {number: run for number, run in self._runs.items() if run.child is not None}
+        running = [run.child for run in stopping.values() if run.child is not None]
         for child in running:
             child.stop()
-        if running:
-            self._board.say(f"stopping: {len(running)} trial(s) commit a checkpoint (again to stop at once)")
+        if many := len(running):
+            commit = "trial commits" if many == 1 else "trials commit"
+            self._board.say(f"stopping: {many} {commit} a checkpoint (again to stop at once)")
         asked, deadline = self._stops(), time.monotonic() + _STOP_SECONDS
         while running := [child for child in running if child.code() is None]:
             if self._stops() > asked or time.monotonic() > deadline:
                 for child in running:
                     child.kill()
             time.sleep(_LOOK_SECONDS)
+        for number, run in stopping.items():
+            assert run.child is not None
+            self._times.ended(number, run.name, run.child.code(), time.monotonic() - run.since)

@@ -6,19 +6,61 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.base.durable import open_private
 from raytune_fsdp.base.untrusted import UnsoundError, lines_of, parse_json
+from raytune_fsdp.plan.run_dir import METRICS_FILE
 from raytune_fsdp.record.lines import now
+from raytune_fsdp.record.report.overview import last_step
+from raytune_fsdp.tune.log import open_own
+from raytune_fsdp.tune.place import SweepDir
 
 
-def add_time(path: Path, what: str, **fields: object) -> None:
-    """Append a line. A disk that is full must not end the sweep for it."""
-    line = json.dumps({"time": now(), "what": what, **fields})
-    with suppress(OSError), open(path, "a", encoding="utf-8", opener=open_private) as file:
-        file.write(f"{line}\n")
+class TrialTimes:
+    """The file with the times, and the hours that the trials of a sweep have taken."""
+
+    def __init__(self, place: SweepDir) -> None:
+        """Read the file. A part of which only the start is there was killed with its command: it took the time until
+        the last line of its run's record."""
+        self._path, self._storage = place.times, place.path.parent
+        self.hours = 0.0
+        """Of all ranks of all parts that have ended, together."""
+        started: dict[str, dict[str, Any]] = {}
+        for line in read_times(self._path):
+            if line.get("what") == "started":
+                started[str(line.get("run"))] = line
+            elif line.get("what") == "ended":
+                started.pop(str(line.get("run")), None)
+                self.hours += _hours(line)
+        for run, line in started.items():
+            with suppress(OSError, ValueError):
+                began = datetime.fromisoformat(str(line["time"])).timestamp()
+                last = (self._storage / Path(run).name / METRICS_FILE).stat().st_mtime
+                self.ended(line.get("trial"), run, None, max(0.0, last - began))
+
+    def started(self, trial: int, run: str, until: int | None) -> None:
+        self._add("started", trial=trial, run=run, until=until)
+
+    def ended(self, trial: object, run: str, code: int | None, seconds: float) -> None:
+        """`code`: the exit code of its process; None: nobody has seen its end."""
+        ranks = ranks_of(self._storage / Path(run).name)
+        self.hours += seconds * ranks / 3600
+        self._add("ended", trial=trial, run=run, code=code, seconds=round(seconds, 2), ranks=ranks)
+
+    def _add(self, what: str, **fields: object) -> None:
+        """Append a line. A disk that is full must not end the sweep for it."""
+        line = json.dumps({"time": now(), "what": what, **fields})
+        with suppress(OSError), open(self._path, "a", encoding="utf-8", opener=open_own) as file:
+            file.write(f"{line}\n")
+
+
+def ranks_of(run: Path) -> int:
+    """Return how many ranks a run has, by its newest step; 1 before that."""
+    newest = last_step(run / METRICS_FILE)
+    ranks = newest.get("world_size") if newest else None
+    return ranks if type(ranks) is int and ranks > 0 else 1
 
 
 def read_times(path: Path) -> Iterator[dict[str, Any]]:
@@ -31,11 +73,9 @@ def read_times(path: Path) -> Iterator[dict[str, Any]]:
                     yield line
 
 
-def hours_used(path: Path) -> float:
-    """Return the hours that the ranks of all trials have taken together, as far as it is known."""
-    total = 0.0
-    for line in read_times(path):
-        seconds, ranks = line.get("seconds"), line.get("ranks")
-        if line.get("what") == "ended" and all(type(each) in (int, float) for each in (seconds, ranks)):
-            total += float(seconds or 0) * float(ranks or 0) / 3600
-    return total if math.isfinite(total) else 0.0
+def _hours(line: dict[str, Any]) -> float:
+    seconds, ranks = line.get("seconds"), line.get("ranks")
+    if not all(type(each) in (int, float) for each in (seconds, ranks)):
+        return 0.0
+    hours = float(seconds or 0) * float(ranks or 0) / 3600
+    return hours if math.isfinite(hours) and hours > 0 else 0.0

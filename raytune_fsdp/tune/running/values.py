@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from raytune_fsdp.base.errors import RaytuneError
+from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError
 from raytune_fsdp.checkpoint.catalogue import committed
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.problems import shown
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
+from raytune_fsdp.tune.space import base_of
 
 _MOST_STEPS = 1 << 62
 
@@ -26,10 +30,15 @@ class TrialRecord:
     """All that evaluations have measured, by step."""
     committed: int = 0
     """The step of the newest checkpoint that no clock has chosen; 0 if there is none."""
-    began: bool = False
-    """Whether an attempt has begun: then its data is prepared."""
+    attempt: int = 0
+    """The newest attempt; 0 if none has begun."""
     over: bool = False
     """Whether the run has come to its end, and has said so."""
+
+    @property
+    def began(self) -> bool:
+        """Whether an attempt has begun: then its data is prepared."""
+        return self.attempt > 0
 
     def has(self, until: int | None) -> bool:
         """Return whether the run has trained to this step, and been measured there; None: to its end."""
@@ -56,6 +65,29 @@ def measured_in(place: RunDir, metric: str | None) -> TrialRecord:
         values={step: math.nan if value is None else value for step, value in sorted(values.items())},
         everything=evaluations,
         committed=newest,
-        began=attempt > 0,
+        attempt=attempt,
         over=over,
     )
+
+
+def check_own(config: FinetuneConfig, place: RunDir) -> None:
+    """Refuse a run of other settings where a trial's run belongs: what it has measured would count as the trial's.
+
+    `config`: that of the trial. Raises ResumeError.
+    """
+    if not place.config.is_file():
+        return
+    try:
+        there, now = base_of(load_config(place.config)), base_of(config)
+    except ConfigError as error:
+        raise ResumeError(f"{place.config} cannot be read, so nothing says whose run it is: {error}") from error
+    other = [
+        f"{field}={shown(now.get(field))} (there {shown(there.get(field))})"
+        for field in dict.fromkeys([*now, *there])
+        if now.get(field) != there.get(field)
+    ]
+    if other:
+        raise ResumeError(
+            f"{place.path} has a run of other settings than this trial of the sweep has: {', '.join(other)}: move it "
+            "away, or give the sweep another name"
+        )

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.run.forks.changes import MAY_CHANGE, may_change
 from raytune_fsdp.tune.schedulers.asha import Asha
 from raytune_fsdp.tune.schedulers.median import Median
 from raytune_fsdp.tune.schedulers.pbt import Pbt
@@ -38,8 +39,22 @@ def scheduler_of(spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> Schedule
                 "train.max_steps in the base, or another scheduler.type"
             )
         _check_step("scheduler.every", rule.every, _evaluated_every(configs), last)
+        _check_changes(rule, spec)
         return Pbt(rule, spec.values, spec.highest, last)
     return ToTheEnd()
+
+
+def _check_changes(rule: PbtScheduler, spec: SweepSpec) -> None:
+    """Refuse fields that a member would change as a fork of another one, which no fork may change."""
+    for field, values in spec.values.items():
+        changes = field != "train.max_steps" and (rule.change is None or field in rule.change)
+        if changes and not may_change(field, values.items[0], values.items[-1]):
+            others = [each for each in spec.values if each != field]
+            raise ConfigError(
+                f"space.{field} with scheduler.type=pbt: members go on as forks of others, and {MAY_CHANGE}: name in "
+                f"scheduler.change what may change (of {', '.join(others) or 'no other field'}), leave {field} out, or "
+                "set another scheduler.type"
+            )
 
 
 def _rungs(rule: RungsScheduler | AshaScheduler, variants: int, every: int | None, last: int | None) -> list[int]:

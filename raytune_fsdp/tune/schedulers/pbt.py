@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.tune.history import TrialHistory, histories, rank
-from raytune_fsdp.tune.log import Decision, Draw, Entry, Trial, changes_now
+from raytune_fsdp.tune.log import WAY_OUT, Decision, Draw, Entry, Trial, changes_now
 from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 from raytune_fsdp.tune.schedulers.rungs import arrivals
 from raytune_fsdp.tune.search import rounded
@@ -69,6 +70,8 @@ class Pbt:
 
     def _draw(self, trial: int, at: Decision, known: Mapping[int, TrialHistory], log: Sequence[Entry]) -> Draw:
         best = [number for number in self._sources(known, at.step) if number in at.on][: self._share(known)]
+        if not best:
+            raise ResumeError(f"after step {at.step} no trial goes on that was measured: {WAY_OUT}")
         source = best[derive_key("pbt", self.rule.seed, trial, at.step) % len(best)]
         changes = dict(changes_now(known[source].trial, log, at.step))
         for field in self.space if self.rule.change is None else self.rule.change:
