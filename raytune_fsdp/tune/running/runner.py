@@ -32,7 +32,7 @@ _LOOK_SECONDS, _READ_SECONDS = 0.1, 1.0
 _TRIES = 3
 """Failures of a trial without a checkpoint in between after which the sweep stops. Two in the same words, both of them
 of an attempt, are the trial's own."""
-_AGAIN_SECONDS = (0.0, 15.0)
+_AGAIN_SECONDS = (2.0, 60.0)
 """How long a trial waits before it is tried again, after the first failure and after the second: what failed besides
 training, such as the head of a cluster, may come back meanwhile."""
 _REFUSED, _REPEATED, _INTERRUPTED = 2, 3, 130
