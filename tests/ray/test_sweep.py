@@ -103,7 +103,7 @@ def test_a_rank_a_trial_a_driver_and_a_node_are_killed(tmp_path: Path, monkeypat
 
 @pytest.mark.timeout(1200)
 def test_a_sweep_goes_on_when_the_head_has_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trials that run then fail, for which no trial is to blame, and are tried again."""
+    """Trials that begin while it is away fail, for which none is to blame; they are tried again."""
     space = {"optim.lr": {"grid": RATES[:2]}}
     whole = SweepCommand(tmp_path, spec_of(tmp_path, "whole", space=space))
     assert whole.end() == 0, whole.said
@@ -124,5 +124,4 @@ def test_a_sweep_goes_on_when_the_head_has_come_back(tmp_path: Path, monkeypatch
             sweep.until(lambda: time.monotonic() - since > LIMIT, SECONDS)
             (faults / "pace").unlink()
             assert sweep.end(SECONDS) == 0, sweep.said
-    assert "has failed and is tried again" in sweep.said
     assert sweep.log == whole.log and sweep.trajectories() == whole.trajectories()
