@@ -348,8 +348,8 @@ def _fit(
             sizes.did_not_come(asked.workers)
             continue
         sizes.ended()
-        # Put anew: Ray gets it from any node with a copy, also from one that has died and is not known to be dead yet
-        # (for 13 s): then it asks another one after 10 s (in 3 of 6 tries; anew in none).
+        # A new object, which only this node has. Ray asks any node that has a copy of the old one, also one that has
+        # died and is not known to be dead yet (for 13 s), and the next node only after 10 s: so it was in 3 of 6 tries.
         job = replace(job, prepared=ray.put(ray.get(job.prepared)))
 
 

@@ -120,7 +120,7 @@ class RunDriver:
         return False
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """Let the run commit a checkpoint and end, in so many seconds. Wait until it has ended."""
+        """Ask the run to commit a checkpoint and end, within these seconds, and wait until it has ended."""
         if self.look() is not None:
             return
         self._write({"stop": seconds})

@@ -71,7 +71,7 @@ class TrialReference:
 
 
 def check_reference(found: TrialReference, place: RunDir, *, forks: bool = False) -> None:
-    """Refuse a reference whose run is not in its place, which would silently begin anew. `forks`: also one to a
+    """Refuse a reference whose run is not in its place, which would silently begin from step 0. `forks`: also one to a
     checkpoint that is gone, or that is another one by now."""
     there = committed(place.checkpoints)
     if not there:

@@ -274,10 +274,9 @@ class Runner:
 
     def _over(self, number: int, run: TrialRun, error: str | None = None) -> None:
         if run.ended is None:
-            # Not that of a checkpoint: a stop in between makes some, and the log must not depend on it.
-            measured = max(run.measured.values, default=run.begins)
-            whole = max(run.measured.committed, run.begins)
-            run.ended = TrialEnded(number, measured if error or run.measured.values else whole, error)
+            # Of a failure not that of a checkpoint: a stop in between makes some, and the log must not depend on it.
+            last = run.begins if error else max(run.measured.committed, run.begins)
+            run.ended = TrialEnded(number, max(run.measured.values, default=last), error)
             self._found.append(run.ended)
             self._news += 1
 
@@ -304,9 +303,6 @@ class Runner:
         """
         if code == _REFUSED and _WORKED_ON in error:
             return  # it is waited for
-        begun = any(isinstance(entry, Value) for entry in self.log.entries)
-        if code == _REFUSED and not begun and not any(each.measured.began for each in self._runs.values()):
-            raise ConfigError(f"{run.name} is refused, and nothing has been trained yet: {error}")
         way_out = f"mend that, and the same command goes on; if the fault is this trial's alone: skip=[{run.name}]"
         if code == _REFUSED:
             raise ConfigError(f"{run.name} is refused, so the sweep stops: {error}; {way_out}")
