@@ -110,6 +110,14 @@ def base_of(config: FinetuneConfig) -> dict[str, Any]:
     return found
 
 
+def differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each field that differs, with its values then and now; `not set` stands for none."""
+    for field in dict.fromkeys([*now, *was]):
+        old, new = was.get(field, _UNSET), now.get(field, _UNSET)
+        if old != new:
+            yield field, old, new
+
+
 def _about(trials: Sequence[Trial], changes: Mapping[str, Any]) -> str:
     if len(trials) > 1:
         numbers = ", ".join(str(trial.number) for trial in trials[:8])
@@ -153,5 +161,6 @@ def _in_our_words(line: str, changes: Mapping[str, Any]) -> str:
 
 
 _MOST_PROBLEMS = 20
+_UNSET = "not set"
 _DECIDES_NOTHING = ("max_skipped", "log_every", "adapter", "loss")
 """Fields that the identity of a run does not have, and those that name files."""

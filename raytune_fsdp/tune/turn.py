@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.problems import shown
 from raytune_fsdp.tune.log import WAY_OUT, Draw, Entry, SweepBegun, trials_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
-from raytune_fsdp.tune.space import base_of, trials_of
+from raytune_fsdp.tune.space import base_of, differing, trials_of
 from raytune_fsdp.tune.spec import OptunaSearch, SweepSpec
 
 
@@ -62,8 +61,13 @@ def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
     """Refuse to go on with a log of another sweep. `now`: what its first entry would be. Raises ResumeError."""
     was = next((entry for entry in log if isinstance(entry, SweepBegun)), now)
     decides = {**was.decides, "highest": was.highest}, {**now.decides, "highest": now.highest}
-    other = [*_other(spec, *decides, "and its log follows from that")]
-    other += _other(spec, was.base, now.base, "and so are the trials that it compares")
+    follows = [(each, "and its log follows from that") for each in differing(*decides)]
+    follows += [(each, "and so are the trials that it compares") for each in differing(was.base, now.base)]
+    other = [
+        f"{field}={shown(new)}: the sweep {spec.name} was begun with {shown(old)}, {why}: set it back, or give the "
+        "sweep another name"
+        for (field, old, new), why in follows
+    ]
     if other:
         raise ResumeError(*other)
     known = trials_in(log)
@@ -77,17 +81,3 @@ def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
             raise ResumeError(
                 f"the log of {spec.name} changes {strange_fields[0]} of trial {trial}, which is not in space: {WAY_OUT}"
             )
-
-
-def _other(spec: SweepSpec, was: Mapping[str, Any], now: Mapping[str, Any], why: str) -> Iterator[str]:
-    """Yield what differs, in words."""
-    for field in dict.fromkeys([*now, *was]):
-        new, old = now.get(field, _UNSET), was.get(field, _UNSET)
-        if new != old:
-            yield (
-                f"{field}={shown(new)}: the sweep {spec.name} was begun with {shown(old)}, {why}: set it back, or give "
-                "the sweep another name"
-            )
-
-
-_UNSET = "not set"

@@ -15,7 +15,7 @@ from raytune_fsdp.config.problems import shown
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
-from raytune_fsdp.tune.space import base_of
+from raytune_fsdp.tune.space import base_of, differing
 
 _MOST_STEPS = 1 << 62
 
@@ -81,11 +81,7 @@ def check_own(config: FinetuneConfig, place: RunDir) -> None:
         there, now = base_of(load_config(place.config)), base_of(config)
     except ConfigError as error:
         raise ResumeError(f"{place.config} cannot be read, so nothing says whose run it is: {error}") from error
-    other = [
-        f"{field}={shown(now.get(field))} (there {shown(there.get(field))})"
-        for field in dict.fromkeys([*now, *there])
-        if now.get(field) != there.get(field)
-    ]
+    other = [f"{field}={shown(new)} (there {shown(old)})" for field, old, new in differing(there, now)]
     if other:
         raise ResumeError(
             f"{place.path} has a run of other settings than this trial of the sweep has: {', '.join(other)}: move it "
