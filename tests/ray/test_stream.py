@@ -29,6 +29,7 @@ from raytune_fsdp.launch.ray.tasks.stream import (
     to_blocks,
 )
 from raytune_fsdp.plan.division import Division
+from tests.mlflow_server import until
 from tests.ray.conftest import CPUS
 from tests.rows import make_windows, token_rows
 
@@ -271,9 +272,10 @@ def test_census_names_the_first_bad_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(calls, "_FULL_SECONDS", 0.5)
     busy = Busy.options(num_cpus=CPUS).remote()
     assert ray.get(busy.ready.remote())
+    until(lambda: ray.available_resources().get("CPU", 0) < 1, 20, "the CPUs are free")
     said: list[str] = []
 
     class Listener(logging.Handler):
@@ -282,12 +284,14 @@ def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.Monk
 
     listener = Listener()
     calls.logger.addHandler(listener)
+    begun = time.monotonic()
     try:
         assert census(make(tmp_path), build=build_on_ray).total.rows == len(LENGTHS)
     finally:
         calls.logger.removeHandler(listener)
     assert said[0].startswith("no CPU became free for the data in time (0 of the cluster's 4 CPUs are free)")
     assert len(said) > 1
+    assert time.monotonic() - begun < calls._PATIENCE_SECONDS / 2
 
 
 class Shard:

@@ -24,15 +24,20 @@ logger = logging.getLogger(__name__)
 on_a_cpu = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
 """Make a function a task; Ray repeats it if its node or process is lost."""
 
-_PATIENCE_SECONDS = 60.0
-_STARVED_SECONDS = 1.0
-"""How long a task is waited for, and how long after one that got no CPU: two jobs that took each other's last CPUs
-should go on slowly, not wait a minute for every window."""
+_PATIENCE_SECONDS, _FULL_SECONDS, _STARVED_SECONDS = 60.0, 5.0, 1.0
+"""How long a task is waited for; how long the first one, where no CPU is free as it is submitted; and how long the one
+after a task that got no CPU. Two jobs that took each other's last CPUs should go on slowly, and not wait for a minute
+at the beginning of each trial of a sweep."""
 
 
 def cpus() -> int:
     """Return the CPUs of the cluster as it is now, free or not."""
     return int(ray.cluster_resources().get("CPU", 1))
+
+
+def _free() -> float:
+    """Return the CPUs of the cluster that nothing has reserved now."""
+    return float(ray.available_resources().get("CPU", 0))
 
 
 def in_order(
@@ -50,7 +55,7 @@ def in_order(
     """
     left = iter(calls)
     pending: deque[tuple[ObjectRef, tuple[Any, ...]]] = deque()
-    patience = _PATIENCE_SECONDS
+    patience = _PATIENCE_SECONDS if _free() >= 1 else _FULL_SECONDS
     first = next(left, None) if first_here else None
     try:
         while True:
@@ -68,7 +73,7 @@ def in_order(
                 logger.warning(
                     "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared "
                     "without one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",
-                    ray.available_resources().get("CPU", 0), cpus(),
+                    _free(), cpus(),
                 )  # fmt: skip
                 # Slow. If the task runs after all, the lock of the cache waits for it.
                 result, patience = here(*call), _STARVED_SECONDS
