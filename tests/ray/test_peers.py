@@ -1,9 +1,12 @@
-"""Peer copies on two nodes: one of them is lost between two checkpoints, and the run goes on from the copies."""
+"""Peer copies on two nodes: one of them is lost between two checkpoints, and the run goes on from the copies. Their
+keepers die before that, too, in the same attempt."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from raytune_fsdp.record.jsonl import read_trajectory
@@ -36,22 +39,29 @@ def test_a_run_loses_a_node_and_goes_on_from_the_memory_of_the_other(tmp_path: P
             nodes.add(name)
         run = Command(config, tmp_path, RAY_ADDRESS=nodes.address, RAY_AUTH_MODE="disabled")
         (run.faults / "pace").write_text("0.3")
-        begins = []
+        begins, killed = [], 0
         for number, (lost, comes) in enumerate((("a", "c"), ("b", None)), start=1):
             run.until(lambda: len(events(run.run_dir, "first_step")) == number)  # noqa: B023
             reached = max(run.steps(), EVERY * number)
             if comes is not None:
                 nodes.add(comes)  # there is room for it, and not for a third rank
-            run.until(lambda: run.steps() >= reached + 8)  # noqa: B023
+            run.until(lambda: run.steps() >= reached + 1)  # noqa: B023
+            for each in psutil.Process(nodes.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if "ray::_Keeper" in " ".join(each.cmdline()):
+                        each.kill()
+                        killed += 1
+            run.until(lambda: run.steps() >= reached + 11)  # noqa: B023
             nodes.remove(lost)
             run.until(lambda: len(events(run.run_dir, "attempt_started")) == number + 1)  # noqa: B023
             begins.append(events(run.run_dir, "attempt_started")[-1]["fields"])
         (run.faults / "pace").unlink()
         code, said = run.end()
     assert code == 0, said
+    assert killed == 4
     print(begins, [each["fields"] for each in events(run.run_dir, "attempt_failed")])
     for each, number in zip(begins, (1, 2), strict=True):
-        assert each["from_peers"] and EVERY * number + 3 <= each["resumed_from"] < EVERY * (number + 1), begins
+        assert each["from_peers"] and EVERY * number + 6 <= each["resumed_from"] < EVERY * (number + 1), begins
     saved = [each["fields"]["step"] for each in events(run.run_dir, "saved")]
     assert saved == [16, 32, 46] and checkpoints(run.run_dir)[-1].step == 46, "a copy is no checkpoint"
     assert read_trajectory(run.run_dir / "metrics.jsonl") == whole

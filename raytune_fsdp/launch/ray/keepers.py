@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.checkpoint.location import new_location
@@ -115,7 +115,8 @@ class NodeKeepers:
 
     def _start(self, node: str) -> Any:
         at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
-        return ray.remote(num_cpus=0, max_concurrency=_CALLS, **at)(_KeeperActor).remote()
+        # If its process dies, Ray starts an empty one with the same handles: copies go on within the attempt.
+        return ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=-1, **at)(_KeeperActor).remote()
 
     def _replace_ended(self, nodes: Collection[str]) -> None:
         """Start new keepers where those of earlier attempts have ended, and leave out the others that have."""
@@ -124,7 +125,7 @@ class NodeKeepers:
         for each in ready:
             try:
                 ray.get(each)
-            except ActorDiedError:
+            except (ActorDiedError, ActorUnschedulableError):  # the second one: its node is lost
                 node = asked[each]
                 self._known.discard(node)
                 del self._actors[node]
