@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from raytune_fsdp.base.batch import StopReason
-from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
+from raytune_fsdp.launch.ray.placement_groups import started_on
 from raytune_fsdp.record.screen_messages import Looks
 
 _LATE_SECONDS = 5.0
@@ -215,8 +215,7 @@ class Board:
         here = ray.get_runtime_context().get_node_id()
         # Every rank may wait in it at the same time, in `shared`. Ray's default of 1000 concurrent calls would let no
         # further call in, not even the one that the ranks are waiting for.
-        at, calls = {"label_selector": {"ray.io/node-id": here}, "scheduling_strategy": ANYWHERE}, 10_000
-        return ray.remote(num_cpus=0, max_concurrency=calls, **at)(_Board).remote()
+        return started_on(here, ray.remote(num_cpus=0, max_concurrency=10_000)(_Board))
 
     def tell(self, notice: Notice) -> None:
         """Post a notice. Neither wait nor fail if the driver is gone: this process soon ends then, too."""

@@ -22,7 +22,7 @@ from raytune_fsdp.checkpoint.location import new_location
 from raytune_fsdp.checkpoint.peers.keeper import Held, Keeper
 from raytune_fsdp.checkpoint.peers.storage import PeerStorage
 from raytune_fsdp.launch.ray.board import Board, Joined
-from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
+from raytune_fsdp.launch.ray.placement_groups import started_on
 
 _CALLS = 16
 """At the same time: those of the ranks of several nodes."""
@@ -62,6 +62,10 @@ class _KeeperActor:
         self._keeper.forget(attempt, but)
 
 
+_KEEPER = ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=-1)(_KeeperActor)
+"""If its process dies, Ray starts an empty one with the same handles: copies go on within the attempt."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What the ranks of an attempt are told."""
@@ -99,7 +103,7 @@ class NodeKeepers:
             return
         nodes = {rank.node_id for rank in ranks.values()}
         for node in nodes - self._actors.keys():
-            self._actors[node] = self._start(node)
+            self._actors[node] = started_on(node, _KEEPER)
         if len(ranks) < self._world:
             return
         self._replace_ended(nodes)
@@ -113,11 +117,6 @@ class NodeKeepers:
         with suppress(RayError):  # a board that is gone ends the attempt
             self._board.share(_KEY, shared)
 
-    def _start(self, node: str) -> Any:
-        at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
-        # If its process dies, Ray starts an empty one with the same handles: copies go on within the attempt.
-        return ray.remote(num_cpus=0, max_concurrency=_CALLS, max_restarts=-1, **at)(_KeeperActor).remote()
-
     def _replace_ended(self, nodes: Collection[str]) -> None:
         """Start new keepers where those of earlier attempts have ended, and leave out the others that have."""
         asked = {self._actors[node].nbytes.remote(): node for node in self._known}
@@ -130,7 +129,7 @@ class NodeKeepers:
                 self._known.discard(node)
                 del self._actors[node]
                 if node in nodes:
-                    self._actors[node] = self._start(node)
+                    self._actors[node] = started_on(node, _KEEPER)
             except RayError:
                 continue  # out of reach: the ranks find out whether it answers them
 

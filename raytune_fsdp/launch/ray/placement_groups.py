@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.util import get_current_placement_group, remove_placement_group
@@ -14,6 +15,12 @@ from raytune_fsdp.launch.ray.resources import Node
 ANYWHERE = "DEFAULT"
 """A scheduling strategy for what reserves nothing. Without any, it would be captured by the group around this process,
 and could not come to nodes that the group has no part of."""
+
+
+def started_on(node: str, kind: Any, *given: Any) -> Any:
+    """Start an actor on a node. `kind` is what `ray.remote` makes of its class, once in a process: this process and the
+    cluster keep each of them for good."""
+    return kind.options(label_selector={"ray.io/node-id": node}, scheduling_strategy=ANYWHERE).remote(*given)
 
 
 def group_around() -> PlacementGroup | None:

@@ -27,7 +27,7 @@ from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked.messages import send
 from raytune_fsdp.launch.ray.forked.process import LAUNCHER, LOG, SOCKET, worker_of_ray
-from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
+from raytune_fsdp.launch.ray.placement_groups import started_on
 
 _PARENT = Path("/tmp")  # on every node the same, and short: the path of a socket has 107 bytes at most
 _BEGINS_SECONDS = 10.0
@@ -78,9 +78,7 @@ class Templates:
         if not self.used or self._here is not None:
             return
         for node in {*nodes, ray.get_runtime_context().get_node_id()} - self._actors.keys():
-            at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
-            owner = ray.remote(num_cpus=0, **at)(_Owner)
-            self._actors[node] = owner.remote(str(self._directory), self._threads, self._env)
+            self._actors[node] = started_on(node, _OWNER, str(self._directory), self._threads, self._env)
 
     def end_on_nodes(self) -> None:
         """End those of a cluster: the run is over, or will be begun again by another command at another time."""
@@ -108,6 +106,9 @@ class _Owner:
     def end(self) -> None:
         if self._connection is not None:
             release(self._connection)
+
+
+_OWNER = ray.remote(num_cpus=0)(_Owner)
 
 
 def directory_of(run_dir: Path, threads: str) -> Path:

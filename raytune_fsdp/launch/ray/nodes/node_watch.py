@@ -25,7 +25,7 @@ from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.launch.ray.board import Board, Ended, Joined, Line
 from raytune_fsdp.launch.ray.nodes.process_ends import ProcessEnds
 from raytune_fsdp.launch.ray.nodes.spot import seconds_left
-from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
+from raytune_fsdp.launch.ray.placement_groups import started_on
 from raytune_fsdp.launch.ray.private import drain
 from raytune_fsdp.launch.ray.watch.hangs import IN_KERNEL
 from raytune_fsdp.launch.signals import STACKS_SIGNAL
@@ -147,6 +147,9 @@ class _NodeWatch:
                 self._processes[pid].send_signal(kind)
 
 
+_WATCH = ray.remote(num_cpus=0, max_concurrency=_CALLS)(_NodeWatch)
+
+
 class NodeWatches:
     """The actors of an attempt, as the driver has them."""
 
@@ -158,9 +161,7 @@ class NodeWatches:
     def start(self, ranks: Mapping[int, Joined]) -> None:
         """Start one on each node of these ranks. Their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
-            at = {"label_selector": {"ray.io/node-id": node}, "scheduling_strategy": ANYWHERE}
-            actor = ray.remote(num_cpus=0, max_concurrency=_CALLS, **at)(_NodeWatch)
-            self._actors[node] = actor.remote(_by_node(ranks)[node], self._board)
+            self._actors[node] = started_on(node, _WATCH, _by_node(ranks)[node], self._board)
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
 
