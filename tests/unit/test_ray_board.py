@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as LateError
@@ -15,7 +16,7 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorUnavailableError, GetTimeoutError
 
 from raytune_fsdp.launch.ray import board as module
-from raytune_fsdp.launch.ray.board import Board, Line
+from raytune_fsdp.launch.ray.board import Board, Line, _Board
 
 
 class Actor:
@@ -84,3 +85,20 @@ def test_the_next_attempt_has_another_board_than_one_that_does_not_answer(actors
     with pytest.raises(ActorUnavailableError):
         board.read(0.01)
     assert [name for name, _ in actors[1].calls] == ["tell", "read"]
+
+
+def test_the_call_of_a_rank_that_has_ended_ends_with_its_attempt() -> None:
+    """Else the board would keep it, and all that was posted, for good."""
+
+    async def attempts() -> tuple[object, object]:
+        board = _Board()
+        waits = asyncio.ensure_future(board.wait_for_stop())
+        await asyncio.sleep(0)
+        await board.begin()
+        ended = await asyncio.wait_for(waits, 5)
+        waits = asyncio.ensure_future(board.wait_for_stop())
+        await asyncio.sleep(0)
+        await board.stop("signal")  # type: ignore[arg-type]
+        return ended, await asyncio.wait_for(waits, 5)
+
+    assert asyncio.run(attempts()) == (None, "signal")

@@ -171,14 +171,15 @@ def test_ranks_are_ended_while_their_storage_hangs(
     monkeypatch.setattr(node_watch, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(node_watch, "_START_SECONDS", 0.5)
 
-    def remote(max_concurrency: int = 1, **_: Any) -> Any:
-        return lambda actor: SimpleNamespace(remote=lambda *given: Remote(actor(*given), max_concurrency))
+    def started_on(node: str, kind: Any, *given: Any) -> Remote:
+        return Remote(_NodeWatch(*given), kind._default_options["max_concurrency"])
 
     def wait(asked: list[Future[Any]], num_returns: int, timeout: float) -> Any:
         done, rest = futures.wait(asked, timeout)
         return list(done), list(rest)
 
-    monkeypatch.setattr(node_watch, "ray", SimpleNamespace(remote=remote, wait=wait, get=Future.result))
+    monkeypatch.setattr(node_watch, "started_on", started_on)
+    monkeypatch.setattr(node_watch, "ray", SimpleNamespace(wait=wait, get=Future.result))
     watches = NodeWatches("none", Board.__new__(Board))
     ranks = {0: Joined(0, "here", "node", rank.pid)}
     assert watches.stacks(ranks, str(tmp_path)) == {}

@@ -190,6 +190,7 @@ class _Board:
         return posted.reason
 
     async def begin(self) -> None:
+        self._posted.stop.set()  # else the call of a rank that has ended waits, with all that was posted, for good
         self._posted = _Posted()
 
     async def share(self, key: str, value: list[Any]) -> None:
@@ -270,8 +271,10 @@ class Board:
         """Wait for the value that another rank shares under this key."""
         return ray.get(ray.get(self._actor.shared.remote(key))[0])
 
-    def wait_for_stop(self) -> StopReason:
-        return StopReason(ray.get(self._actor.wait_for_stop.remote()))
+    def wait_for_stop(self) -> StopReason | None:
+        """Wait until the driver asks to stop, or begins another attempt: None."""
+        reason = ray.get(self._actor.wait_for_stop.remote())
+        return None if reason is None else StopReason(reason)
 
 
 class StopFromBoard:
