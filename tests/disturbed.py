@@ -42,8 +42,8 @@ groups = ray.util.placement_group_table().values()
 print(sum(each["state"] != "REMOVED" for each in groups))
 """
 ONE_POOL = {"MALLOC_ARENA_MAX": "1"}
-"""The driver's setting of glibc, which else gives each thread memory of its own: the driver grew by 2 MiB with each of
-its first ten attempts, and then no more. With a single pool it is 0.2 MiB with each: what it keeps."""
+"""A setting of glibc for the driver. Without it each thread gets a pool of its own, and the driver grew by 2 MiB with
+each of its first ten attempts, then hardly any more. With a single pool it is 0.2 MiB with each: what it keeps."""
 MOST_GROWTH = 1 << 20
 """Bytes by which a process may grow from one attempt to the next."""
 

@@ -1,5 +1,5 @@
-"""Peer copies on two nodes: one of them is lost between two checkpoints, and the run goes on from the copies. Their
-keepers die before that, too, in the same attempt."""
+"""Peer copies on two nodes: one of them is lost between two checkpoints, and the run goes on from the copies. Before
+that, in the same attempt, their keepers die, too."""
 
 from __future__ import annotations
 

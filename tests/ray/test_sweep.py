@@ -62,7 +62,7 @@ def decisions(sweep: SweepCommand) -> int:
 
 def test_the_first_trial_prepares_the_data_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight trials on 4,000 documents of 30,000 characters. The driver counts them among its checks, before it asks
-    for workers: that takes the others a tenth of the first one's time, or less (12.8 s, and 0.8 to 0.9 s).
+    for workers: that took the first one 12.8 s, and the others 0.8 to 0.9 s.
     """
     monkeypatch.setenv("RAY_ADDRESS", "local")
     spec = on_ray(tmp_path, "runs", space={"optim.lr": {"grid": RATES}})
@@ -76,14 +76,10 @@ def test_the_first_trial_prepares_the_data_of_all(tmp_path: Path, monkeypatch: p
     spec["base"]["model"]["architecture"] |= {"vocab_size": 1024, "n_positions": 256}
     sweep = SweepCommand(tmp_path, {**spec, "scheduler": {"type": "none"}, "concurrent": 1})
     assert sweep.end(600) == 0, sweep.said
-    phases = [
-        event["fields"]["phases"]
-        for run in sweep.trajectories()
-        for event in each_event(sweep.place.parent / run / "events.jsonl")
-        if event["event"] == "first_step"
-    ]
-    first, *others = [each["checks"] for each in phases]
-    assert len(others) == 7 and max(others) <= first / 10, (first, others)
+    found = [event for run in sweep.trajectories() for event in each_event(sweep.place.parent / run / "events.jsonl")]
+    first, *others = [each["fields"]["phases"]["checks"] for each in found if each["event"] == "first_step"]
+    assert len(others) == 7 and max(others) <= first / 5, (first, others)
+    assert sum(each["event"] == "windows_built" for each in found) == 1
 
 
 @pytest.mark.timeout(1800)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import xxhash
 
+from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.base.untrusted import UnsoundError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.checkpoint.location import hold, in_memory, new_location, storage_at
@@ -436,7 +437,7 @@ EVERY = {"every": 4, "peer_copies": 1, "peer_every": 3}
 def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
     tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At step 12 both are due; where keepers are gone, training goes on, and the next copies are left out."""
+    """At step 12 both are due; where keepers are gone, training goes on, and some of the next copies are left out."""
     train: dict[str, Any] = {"train": {"global_batch": 4, "max_steps": 14}, "parallel": {"precision": "fp32"}}
     config = make_config(tmp_path, **train, checkpoint={**EVERY, "asynchronous": asynchronous})
     cluster = Nodes(["a", "b"])
@@ -447,7 +448,7 @@ def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
     gone = make_config(tmp_path, run={"name": "gone"}, **train, checkpoint={**EVERY, "asynchronous": asynchronous})
     cluster = Nodes(["a", "b"])
     cluster.lose("b")
-    assert copied(gone, cluster.ranks[0]) == ([3], [(4, False), (8, False), (12, False), (14, False)])
+    assert copied(gone, cluster.ranks[0]) == ([3, 9], [(4, False), (8, False), (12, False), (14, False)])
     assert "there is no peer copy of step 3: rank 0: OSError: the keeper of b is gone" in caplog.text
     assert read_trajectory(place.metrics) == read_trajectory(RunDir.of(gone).metrics)
 
@@ -501,10 +502,15 @@ def test_a_copy_waits_for_what_is_being_written() -> None:
     assert [due(11, asked=True), due(12, free=False), due(13, saving=True), due(14)] == [True, False, False, False]
 
 
-def test_a_copy_that_failed_is_not_tried_again_at_once() -> None:
+def test_copies_are_left_out_after_some_that_have_failed() -> None:
+    """The more the longer: a keeper may be back after a second, and one that hangs costs each copy 40 s."""
     copies = PeerCopies(storage=Nodes().ranks[0], every=1, clock=None)
-    copies.ended(Outcome(step=1, ending="failed", problem="a keeper of peer copies does not answer"))
-    assert [copies.due(step, asked=False, saving=False, free=True) for step in range(2, 13)] == [False] * 9 + [True] * 2
+    failed = Outcome(step=1, ending="failed", problem="a keeper of peer copies does not answer")
+    good = Outcome(step=2, ending="committed", saved=Saved(step=2, path="n0/step-2", seconds=0.1, bytes=1))
+    for outcome, left_out in ((failed, 1), (failed, 3), (failed, 9), (failed, 9), (good, 0), (failed, 1)):
+        copies.ended(outcome)
+        due = [copies.due(step, asked=False, saving=False, free=True) for step in range(1, 13)]
+        assert due == [False] * left_out + [True] * (12 - left_out)
 
 
 @pytest.mark.thorough

@@ -204,6 +204,11 @@ class _Board:
             return list(self._posted.shared[key])
 
 
+# Every rank may wait in it at the same time, in `shared`. Ray's default of 1000 concurrent calls would let no further
+# call in, not even the one that the ranks are waiting for.
+_BOARD = ray.remote(num_cpus=0, max_concurrency=10_000)(_Board)
+
+
 class Board:
     """The handle that the driver and the ranks have of the actor. It can be sent to other processes."""
 
@@ -214,9 +219,7 @@ class Board:
 
     def _make(self) -> Any:
         here = ray.get_runtime_context().get_node_id()
-        # Every rank may wait in it at the same time, in `shared`. Ray's default of 1000 concurrent calls would let no
-        # further call in, not even the one that the ranks are waiting for.
-        return started_on(here, ray.remote(num_cpus=0, max_concurrency=10_000)(_Board))
+        return started_on(here, _BOARD)
 
     def tell(self, notice: Notice) -> None:
         """Post a notice. Neither wait nor fail if the driver is gone: this process soon ends then, too."""

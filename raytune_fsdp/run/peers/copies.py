@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_SECONDS = 120.0
 """A copy that takes longer is given up: a stop, or a planned save, would wait for it."""
-_LEFT_OUT = 9
-"""How many of the copies that come by steps are left out after one that has failed: a keeper that hangs costs each of
-them 40 s, which a planned save would wait for."""
+_LEFT_OUT = (0, 1, 3, 9)
+"""How many of the copies that come by steps are left out after so many in a row that have failed, and after more. A
+keeper whose process has died is back after a second; one that hangs costs each copy 40 s, which a planned save would
+wait for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +46,8 @@ class PeerCopies:
     """Rank 0's clock, if the clock says when."""
     _owed: bool = False
     """Whether a copy was due while something else was being written."""
+    _failed: int = 0
+    """How many copies have failed since the last good one."""
     _left_out: int = 0
     """How many copies are still to be left out."""
 
@@ -82,7 +85,8 @@ class PeerCopies:
         checkpoint is, whose step no clock has chosen."""
         if self.clock is not None:
             self.clock.ended(None if outcome.saved is None else outcome.saved.seconds)
-        self._left_out = _LEFT_OUT if outcome.saved is None else 0
+        self._failed = min(self._failed + 1, len(_LEFT_OUT) - 1) if outcome.saved is None else 0
+        self._left_out = _LEFT_OUT[self._failed]
         if outcome.saved is None and outcome.problem:
             logger.warning("there is no peer copy of step %d: %s", outcome.step, outcome.problem)
 

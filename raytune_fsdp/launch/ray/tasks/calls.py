@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 on_a_cpu = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
 """Make a function a task; Ray repeats it if its node or process is lost."""
 
-_PATIENCE_SECONDS, _FULL_SECONDS, _STARVED_SECONDS = 60.0, 5.0, 1.0
-"""How long a task is waited for; how long the first one, where no CPU is free as it is submitted; and how long the one
-after a task that got no CPU. Two jobs that took each other's last CPUs should go on slowly, and not wait for a minute
-at the beginning of each trial of a sweep."""
+_PATIENCE_SECONDS, _FULL_SECONDS, _STARVED_SECONDS = 60.0, 15.0, 1.0
+"""How long a task is waited for; how long the first one, if no CPU is free before it and after that; and how long the
+one after a task that got no CPU. Two jobs that took each other's last CPUs should go on slowly, and not wait for a
+minute at the beginning of each trial of a sweep. On a CPU that is free, a process starts in 5 s."""
 
 
 def cpus() -> int:
@@ -67,7 +67,10 @@ def in_order(
             if not pending:
                 return
             task, call = pending[0]
-            if ray.wait([task], timeout=patience)[0]:
+            came = ray.wait([task], timeout=patience)[0]
+            if not came and patience == _FULL_SECONDS and _free() >= 1:
+                came = ray.wait([task], timeout=_PATIENCE_SECONDS)[0]
+            if came:
                 result, patience = ray.get(task), _PATIENCE_SECONDS
             else:
                 logger.warning(
