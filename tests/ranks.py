@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -175,9 +175,20 @@ def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
             except (EOFError, ConnectionResetError):
                 raise AssertionError(f"rank {rank} died without a word") from None
             if not ok:
+                _check_lives([other for other in waiting if other is not pipe], rank_of)
                 raise AssertionError(f"rank {rank} of {len(pipes)} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _check_lives(pipes: Sequence[Connection], rank_of: Mapping[int, int]) -> None:
+    """Raise for a rank that has died: the failure of another one, which may be heard first, follows from that."""
+    for pipe in wait(pipes, timeout=0.2):
+        assert isinstance(pipe, Connection)
+        try:
+            pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise AssertionError(f"rank {rank_of[id(pipe)]} died without a word") from None
 
 
 def _once(pipe: Connection) -> None:
