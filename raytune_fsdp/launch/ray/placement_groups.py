@@ -12,15 +12,15 @@ from ray.util.placement_group import PlacementGroup
 from raytune_fsdp.launch.ray.private import MadeGroup, free_in_bundles, placement_groups
 from raytune_fsdp.launch.ray.resources import Node
 
-ANYWHERE = "DEFAULT"
+_ANYWHERE = "DEFAULT"
 """A scheduling strategy for what reserves nothing. Without any, it would be captured by the group around this process,
 and could not come to nodes that the group has no part of."""
 
 
 def started_on(node: str, kind: Any, *given: Any) -> Any:
-    """Start an actor on a node. `kind` is what `ray.remote` makes of its class, once in a process: this process and the
-    cluster keep each of them for good."""
-    return kind.options(label_selector={"ray.io/node-id": node}, scheduling_strategy=ANYWHERE).remote(*given)
+    """Start an actor or a task on a node. `kind` is what `ray.remote` makes of its class or function: make it once in
+    a process, because this process and the cluster keep each of them for good."""
+    return kind.options(label_selector={"ray.io/node-id": node}, scheduling_strategy=_ANYWHERE).remote(*given)
 
 
 def group_around() -> PlacementGroup | None:

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 _MOST_SECONDS = 120.0
 """A copy that takes longer is given up: a stop, or a planned save, would wait for it."""
 _LEFT_OUT = (0, 1, 3, 9)
-"""How many of the copies that come by steps are left out after so many in a row that have failed, and after more. A
-keeper whose process has died is back after a second; one that hangs costs each copy 40 s, which a planned save would
+"""How many copies that come by steps are left out, by how many have failed in a row; the last number for more of them.
+A keeper whose process has died is back after a second; one that hangs costs each copy 40 s, which a planned save would
 wait for."""
 
 

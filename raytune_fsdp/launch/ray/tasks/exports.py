@@ -18,7 +18,7 @@ import ray
 
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.config import ExportConfig
-from raytune_fsdp.launch.ray.placement_groups import ANYWHERE
+from raytune_fsdp.launch.ray.placement_groups import started_on
 from raytune_fsdp.launch.shared_storage import Token, check_seen
 from raytune_fsdp.plan.cadence import Every, times_due
 from raytune_fsdp.plan.run_dir import RunDir
@@ -60,7 +60,7 @@ class Exports:
         self._run = place
         self._token = token
         self._trust_remote_code = trust_remote_code
-        self._env = env
+        self._task = ray.remote(num_cpus=0, runtime_env=env)(_export)
         self._event = event
         self._say = say
         for left in self._run.exports.glob(".*.export-*"):  # left by a driver that was killed
@@ -79,11 +79,11 @@ class Exports:
         return None
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
-        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-        at = {"label_selector": here, "scheduling_strategy": ANYWHERE}
-        return ray.remote(num_cpus=0, runtime_env=self._env, **at)(_export).remote(
-            checkpoint, self._place(checkpoint), self._chosen, self._token, self._trust_remote_code, self._run.events
-        )
+        here = ray.get_runtime_context().get_node_id()
+        return started_on(
+            here, self._task,
+            checkpoint, self._place(checkpoint), self._chosen, self._token, self._trust_remote_code, self._run.events,
+        )  # fmt: skip
 
     def record(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
         pass  # it is in its place
