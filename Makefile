@@ -79,7 +79,7 @@ $(COMPAT)/.installed: requirements-compat.lock | $(COMPAT)/bin/python
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --requirement requirements-compat.lock
 	@touch $@
 
-lock:  ## write requirements.lock anew, with the newest versions that pyproject.toml allows
+lock:  ## write requirements.lock again, with the newest versions that pyproject.toml allows
 	rm -rf .lock-venv && $(PYTHON) -m venv .lock-venv
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	.lock-venv/bin/pip install --quiet --disable-pip-version-check '.[all,aws,gcp,lm-eval,dev,bench]'

@@ -138,9 +138,9 @@ def train(
 def compared(directory: Path, world: int, rounds: int, seconds: float) -> dict[str, Any]:
     import ray
 
-    from raytune_fsdp.launch.ray.keepers import _KeeperActor
+    from raytune_fsdp.launch.ray.keepers import _KEEPER
 
-    keepers = {node: ray.remote(num_cpus=0, max_concurrency=16)(_KeeperActor).remote() for node in NODES}
+    keepers = {node: _KEEPER.remote() for node in NODES}
     task = ray.remote(num_cpus=0, max_calls=1)(train)
     values, store = config_of(directory, world), str(directory / f"store-{world}")
     asked = [task.remote(values, rank, world, store, keepers, (rounds, seconds)) for rank in range(world)]

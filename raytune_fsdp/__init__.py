@@ -4,9 +4,8 @@ The rooms, from the command down; each imports only what is below it. Its `__ini
 
     cli/         the commands, one file each
     tools/       audit, doctor and dry run: commands that look at a run or a machine from outside
-    tune/        many runs that are compared, and trials of Ray Tune
     convert/     configs of other trainers, turned into ours
-    tune/        sweeps: many runs, and what decides which of them go on
+    tune/        sweeps: many runs, and what decides which of them go on; trials of Ray Tune
     launch/      from a config to ranks that train, with or without Ray
     predict/     memory and time of a step, before it
     run/         a run as a story: checks, start, training, evaluations, saves, exports
@@ -18,6 +17,9 @@ The rooms, from the command down; each imports only what is below it. Its `__ini
     plan/        what follows from a config: steps, schedule, mesh
     config/      what a user may write, a section a file
     base/        errors, files, threads: what all of them stand on
+
+Beside them:
+
     report/      an old address of record/report, for scripts of users
     demo/        a small dataset and tokenizer for a first run without downloads
 

@@ -17,6 +17,6 @@ threads.py        threads for calls that nothing can interrupt
 leaving.py        leaves the process at once where Python's own way out would crash or wait
 beat.py           a sign of life of a process
 lease.py          whether a run is still this command's
-machine.py        what a process can know of its machine
+machine.py        what a process can know of its machine, and of the room on its disks
 hushed.py         libraries that print while they are imported
 """

@@ -1,8 +1,9 @@
-"""What a process can know of its machine: which machine it is, and how much memory the kernel lets it have."""
+"""What a process can know of its machine: which one it is, how much memory it may have, and what is free on disks."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,3 +103,13 @@ def _limits(root: Path, path: str, limit: str, kills: str, taken: tuple[str, str
             if number < _UNLIMITED:
                 found.append(ControlGroup(number, place / kills, place / "memory.stat", taken))
     return found
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or the innermost directory above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def free_space(path: Path) -> int:
+    """Return how many bytes are free where a path is, or would be made. Raises OSError."""
+    return shutil.disk_usage(nearest_existing(path)).free

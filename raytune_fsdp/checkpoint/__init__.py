@@ -27,5 +27,5 @@ Afterwards:
     model_files.py     the config and tokenizer that belong to a checkpoint; a model for inference, on one device or
                        on all
     form.py            as which network a checkpoint of a model that also sees is exported
-    on_demand.py       how a person asks a training run for a checkpoint now
+    on_demand.py       how somebody asks a training run for a checkpoint now, or to stop
 """

@@ -7,7 +7,6 @@ made for safety alone.
 from __future__ import annotations
 
 import errno
-import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from raytune_fsdp.base.machine import free_memory, this_node
+from raytune_fsdp.base.machine import free_memory, free_space, this_node
 from raytune_fsdp.base.urls import is_url
 
 
@@ -49,9 +48,8 @@ def storage_without_room(location: str, size: int) -> dict[str, Any] | None:
     """Return what is free in the storage, if a checkpoint of this size would take the room of the next one."""
     if is_url(location):  # an object store does not say
         return None
-    wanted = Path(location)
     try:
-        free = shutil.disk_usage(next(path for path in (wanted, *wanted.parents) if path.exists())).free
+        free = free_space(Path(location))
     except OSError:  # the save will say why
         return None
     return {"wanted": 2 * size, "free": free} if free < 2 * size else None

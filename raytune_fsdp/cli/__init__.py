@@ -18,7 +18,7 @@
     watch.py       follow a run that another command trains
     logs.py        what the ranks of a run have printed
     report.py      the page about a run
-    checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them
+    checkpoint.py  ask a run for a checkpoint now, list its checkpoints, verify them, let torch read them
     stop.py        let a run commit a checkpoint and end
     digest.py      which numbers a checkpoint or a model holds
     generate.py    ask a trained model; chat.py: talk with it

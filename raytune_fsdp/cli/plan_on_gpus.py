@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,6 +65,8 @@ def plan_on_gpus(
             f"{plan.layout.world}: measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
         )
     per_node = found.gpus_per_node or (PER_NODE if measured is None else measured.ranks)
+    from raytune_fsdp.base.machine import free_space
+    from raytune_fsdp.base.urls import is_url
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.predict.page.text import as_data, as_page
     from raytune_fsdp.predict.planned import planned
@@ -78,8 +79,9 @@ def plan_on_gpus(
         with suppress(OSError, RaytuneError):  # as this run has saved before, if its record is here
             writing = as_recorded(each_event(RunDir.of(config).events))
     free: int | None = None
-    with suppress(OSError, ValueError):  # where checkpoints would go may be elsewhere, or an object store
-        free = shutil.disk_usage(config.checkpoint.storage or config.run.storage).free
+    if not is_url(checkpoints := RunDir.of(config).checkpoints):  # an object store does not say
+        with suppress(OSError):  # where checkpoints would go may be elsewhere
+            free = free_space(Path(checkpoints))
     each = planned(
         config, plan, Cluster(device=device, per_node=per_node, between=between),
         architecture=found.architecture, price=found.price, free=free, writing=writing,

@@ -124,7 +124,7 @@ def _say_result(spec: SweepSpec, result: SweepResult) -> None:
     print()
     say(f"best       {result.place.best}")
     say(f"continue   {go_on}")
-    say(f"once more  {again}")
+    say(f"retrain    {again}")
 
 
 if __name__ == "__main__":

@@ -92,10 +92,10 @@ def losses_of_pairs(c: Translation, types: str, shares: str) -> tuple[str, float
     unknown = [name for name in names if name not in (*LOSSES, "sft")]
     pairs = [name for name in names if name in LOSSES]
     if unknown:
-        why = f"{', '.join(unknown)} is not here; a loss of pairs is {', '.join(LOSSES)}, and sft may stand beside it"
+        why = f"{', '.join(unknown)} is not here; a loss of pairs is {', '.join(LOSSES)}, and sft may go with it"
         c.say(types, "refused", why)
     elif len(pairs) != 1 or len(names) - len(pairs) > 1:
-        why = f"one loss of pairs ({', '.join(LOSSES)}), and sft beside it, is what an objective has here"
+        why = f"one loss of pairs ({', '.join(LOSSES)}), and sft with it, is what an objective has here"
         c.say(types, "refused", why)
     if types in c.said:
         c.say(shares, "refused", f"belongs to {types}", types)

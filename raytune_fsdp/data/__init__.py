@@ -6,7 +6,8 @@ open.py            from a config to the windows to train on, and those to evalua
 sources/           the rows of files, found by number
 rows/              a row becomes a document: token ids, and which of them are trained on
 unread.py          well-known columns that a format does not read
-trial.py           functions of users are tried: does each give the same twice, and which modules does it need?
+trial.py           functions of users are tried (does each give the same twice, and which modules does it need?), and
+                   chat templates
 duplicates.py      finds rows that become the same tokens; left_out.py: which of them are not trained on
 mixture.py         keyed permutations, and which row of which dataset comes at each place of an epoch
 groups.py          the documents of one row that stay together, such as a pair; which other answer follows a judged one

@@ -441,7 +441,7 @@ class Lessons:
         if xxhash.xxh3_64_intdigest(data) != int(part.table["digest"][row]):
             raise DamagedError(
                 f"{path} has been damaged since the run started: the teacher's predictions in a document are not "
-                "what was written; start the same command again, and they are verified and computed anew"
+                "what was written; start the same command again, and they are verified and computed again"
             )
         return data
 

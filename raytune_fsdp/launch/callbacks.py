@@ -213,7 +213,7 @@ class _Caller:
         looks = _LAST_LOOKS
         while looks:
             if self._over.wait(_LOOK_SECONDS):
-                self._news.open_anew()
+                self._news.reopen()
                 looks -= 1
             try:
                 while happened := self._news.read():
@@ -222,7 +222,7 @@ class _Caller:
             except OSError:  # if storage does not answer, the next look asks it again
                 time.sleep(_LOOK_SECONDS)
             except RaytuneError as error:
-                logger.warning("the functions in on= are called no more: %s", in_one_line(error))
+                logger.warning("the functions in on= are no longer called: %s", in_one_line(error))
                 return
             else:
                 looks = 0 if looks < _LAST_LOOKS else looks
@@ -288,11 +288,11 @@ class _News:
         ready, self._waiting = self._waiting[:end], self._waiting[end:]
         return ready
 
-    def open_anew(self) -> None:
-        """Open the record anew before the last look: a client of NFS may show an open file as it was."""
+    def reopen(self) -> None:
+        """Reopen the record before the last look: a client of NFS may show an open file as it was."""
         for follower in (self._record, self._measured):
             if follower is not None:
-                follower.open_anew()
+                follower.reopen()
 
     def _of_event(self, name: str, attempt: int, fields: dict[str, Any]) -> Iterator[Happening]:
         if name == names.ATTEMPT_STARTED:

@@ -6,7 +6,6 @@ The planner needs a process group of its own, so this runs in the process that s
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from raytune_fsdp.base.errors import ConfigError, RaytuneError, in_one_line
+from raytune_fsdp.base.machine import free_space, nearest_existing
 from raytune_fsdp.base.measured import NotPredicted, Predicted
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.checkpoint.catalogue import committed
@@ -312,8 +312,8 @@ def check_room(
         return
     directory = Path(place.checkpoints)
     try:
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        free, more = shutil.disk_usage(there).free, more_at_once(config, plan, place.checkpoints)
+        there = nearest_existing(directory)
+        free, more = free_space(there), more_at_once(config, plan, place.checkpoints)
     except OSError as error:
         say(f"{field}: how much room is left at {directory} is not known ({in_one_line(error)})")
         return

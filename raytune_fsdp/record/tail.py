@@ -55,8 +55,8 @@ class RecordFollower:
             self._catching_up, self._newest = False, place
             yield line
 
-    def open_anew(self) -> None:
-        """Open the file anew at the next call, which reads on after the newest line."""
+    def reopen(self) -> None:
+        """Reopen the file at the next call, which reads on after the newest line."""
         if self._reader is not None:
             self._reader = RecordReader(self._path)
             self._reader.seek(Position(self._newest[1] + (not self._newest[0])))

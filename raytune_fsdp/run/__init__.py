@@ -24,7 +24,7 @@ On every rank:
     loop.py              a batch, a step, and when to log, evaluate, save, stop
     measure/             what a rank measures of its steps
     reference/           what an objective of preferences compares with
-    teacher/             whose predictions an objective of distillation learns
+    teacher/             whose predictions an objective of distillation learns from
     evaluation/          what the model is worth
     saving.py            when a save begins, and what is recorded of it
     peers/               the same for copies in the memory of nodes, and how a run goes on from one

@@ -75,7 +75,7 @@ def places_in(tree: Any) -> set[str]:
 def mark_of(config: FinetuneConfig, *, begins: bool = False) -> dict[str, Any] | None:
     """Return the mark of whoever trains this config; None where this user can have no key.
 
-    `begins`: `check_beginning` has let the run begin with `model.path`, and so with the places to which that leads.
+    `begins`: as in `check_beginning`, which has let the run read these models, and so what they lead to.
     """
     named, place = places_in(config.model_dump()), RunDir.of(config)
     if config.checkpoint.storage is not None:
@@ -85,8 +85,8 @@ def mark_of(config: FinetuneConfig, *, begins: bool = False) -> dict[str, Any] |
         named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
     if (parent := forked_run(config)) is not None:
         named.add(_of_fork(parent))
-    if begins and config.model.init == "pretrained" and config.model.path is not None:
-        named |= {entry for _, _, led in _led_by(config.model.path) for entry in led}
+    for model in _models_read(config, begins=begins):
+        named |= {entry for _, _, led in _led_by(model) for entry in led}
     # Where the base was before it moved: older checkpoints name that place.
     before = chosen_by_this_user(place.model_files / MARK_FILE)
     return made_with({_marked(each) for each in named} | {each for each in before if each.startswith(_BASE)})
@@ -142,13 +142,24 @@ def _of_fork(parent: Path) -> str:
     return f"fork={parent}"
 
 
-def check_beginning(config: FinetuneConfig, *, trusted: bool) -> None:
-    """Refuse to begin with a checkpoint whose files lead to places that this user has not chosen.
+def check_beginning(config: FinetuneConfig, *, trusted: bool, begins: bool = True) -> None:
+    """Refuse to read a checkpoint of another run whose files lead to places that this user has not chosen.
 
     These are its base and, for the export of a model that also sees, what its run began with. None of them is touched.
+    `begins`: the run reads `model.path`; a run that has whole checkpoints of its own reads only its reference and its
+    teacher.
     """
-    if not trusted and config.model.init == "pretrained" and config.model.path is not None:
-        _check_led(config.model.path, chosen_by_this_user(RunDir.of(config).model_files / MARK_FILE))
+    if trusted:
+        return
+    chosen = chosen_by_this_user(RunDir.of(config).model_files / MARK_FILE)
+    for model in _models_read(config, begins=begins):
+        _check_led(model, chosen)
+
+
+def _models_read(config: FinetuneConfig, *, begins: bool) -> list[str]:
+    own = config.model.path if begins and config.model.init == "pretrained" else None
+    teacher = None if config.teacher is None else config.teacher.model
+    return [model for model in (own, config.reference.model, teacher) if model is not None]
 
 
 def _check_led(checkpoint: str, chosen: set[str]) -> None:
@@ -177,7 +188,7 @@ def _refuse(source: str, strange: set[str]) -> None:
         more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
         raise ConfigError(
             f"{source} names places outside of it that you have not chosen: {', '.join(shown[:_MOST_SHOWN])}{more}; "
-            "look at them, then add --trust-places (a run that you train has your mark, and needs it no more)"
+            "look at them, then add --trust-places (a run that you train has your mark, and no longer needs it)"
         )
 
 

@@ -110,8 +110,9 @@ def prepare(
     check_reached(config, network, adapted)
     check_step(config, hf_config, network, needs)
     begins = own is None or is_adapted(network)
+    check_beginning(config, trusted=trust_places, begins=begins)
     base, read = found.state.base, None if own else directory
-    origin = _origin(config, network, added, base, read, trusted=trust_places) if begins else None
+    origin = _origin(config, network, added, base, read) if begins else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
     vocabulary = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocabulary, progress, **orders_of(found.state))
@@ -195,14 +196,11 @@ def _origin(
     added: Mapping[int, Sequence[int]],
     before: Base | None,
     directory: Path | None,
-    *,
-    trusted: bool,
 ) -> StartingWeights | None:
     """Return the stored weights that the run begins with, or the base of its adapters.
 
     They are of the commit whose config was read in `directory`, or else of the commit that the run began with.
     """
-    check_beginning(config, trusted=trusted)
     commit = begun_with(config, before) if directory is None else commit_of(directory)
     origin = find_origin(config, network, added, commit)
     if origin is not None and config.method.type != "full":

@@ -33,7 +33,7 @@ METADATA_FILE = ".metadata"
 
 
 def write_torch_metadata(found: CommittedCheckpoint) -> bool:
-    """Write `.metadata` of a committed checkpoint, anew if there is one; return False if an older version wrote it.
+    """Write `.metadata` of a committed checkpoint, over an older one; return False if an older version wrote it.
 
     One that the manifest does not list is anybody's, and torch would run what is in it.
     """

@@ -1,4 +1,4 @@
-"""`best.yaml`: the config of a sweep's best trial, with the commands that continue it or train it once more."""
+"""`best.yaml`: the config of a sweep's best trial, with the commands that continue it or train it again."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def put_best(spec: SweepSpec, log: Sequence[Entry], row: Standing) -> None:
         f"{row.value:.6g} after step {row.step}{of}.",
         *([f"# This is the config of its first seed, {config.run.name}."] if of else []),
         f"# To continue its run:     {go_on}",
-        f"# To train it once more:   {again}",
+        f"# To train it again:        {again}",
     ]
     if row.generation:
-        lines.append("# Its run is a fork: trained once more, it has these values from its first step on.")
+        lines.append("# Its run is a fork: trained again, it has these values from its first step on.")
     replace_durably(SweepDir.of(spec).best, "\n".join([*lines, recorded_text(config)]), private=True)
 
 

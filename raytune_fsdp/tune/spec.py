@@ -220,8 +220,8 @@ class SweepSpec(Section):
     """The metric that trials are compared by, such as `eval/<dataset>/loss`. Null: the mean loss over all datasets."""
 
     best_is: Literal["auto", "lowest", "highest"] = "auto"
-    """Whether the lowest or the highest value of the metric is best. `auto`: the highest of metrics whose names end in
-    `accuracy`, `accuracy_normalised` or `exact_match`, the lowest of all others."""
+    """Whether the lowest or the highest value of the metric is best. `auto`: that follows from its name,
+    as for `checkpoint.best_is`."""
 
     seeds: int = Field(default=1, ge=1, le=100)
     """Train every trial with this many seeds: the base's `run.seed`, and those after it. The samples of a seed are the

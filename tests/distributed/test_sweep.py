@@ -134,6 +134,23 @@ def test_the_log_of_an_asynchronous_sweep_gives_its_own_decisions(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_optuna_proposes_the_same_trials_whatever_is_killed(tmp_path: Path) -> None:
+    more = {
+        "space": {"optim.lr": {"loguniform": [1e-4, 1e-1]}}, "search": {"type": "optuna", "trials": 4},
+        "scheduler": {"type": "none"},
+    }  # fmt: skip
+    whole = SweepCommand(tmp_path, spec_of(tmp_path, "whole", **more))
+    assert whole.end() == 0, whole.said
+    sweep = SweepCommand(tmp_path, spec_of(tmp_path, "killed", **more))
+    sweep.until(lambda: b'"ended"' in sweep.log)
+    assert gone(sweep.kill(), GONE_SECONDS)
+    sweep.start()
+    assert sweep.end() == 0, sweep.said
+    assert sweep.log == whole.log and sweep.trajectories() == whole.trajectories()
+    assert [len(each) for each in whole.trajectories().values()] == [16] * 4
+
+
+@pytest.mark.slow
 def test_the_demo_finds_a_rate(tmp_path: Path) -> None:
     """In about a minute, on two cores with nothing else to do."""
     demo = SweepCommand(tmp_path, {**demo_sweep(), "storage": str(tmp_path / "runs")})

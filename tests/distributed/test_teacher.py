@@ -336,7 +336,7 @@ def on_a_full_disk(values: Mapping[str, Any]) -> None:
     def never(*_: Any) -> Any:
         raise RuntimeError("the teacher is built")
 
-    passes.shutil.disk_usage, passes.build_other = none_free, never
+    shutil.disk_usage, passes.build_other = none_free, never
     train_rank(values)
 
 

@@ -22,6 +22,8 @@ import yaml
 from raytune_fsdp.base.errors import ConfigError, RaytuneError
 from raytune_fsdp.base.mark import chosen_in, made_with, with_mark
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.places import check_beginning, check_places, mark_of, places_in
 from raytune_fsdp.tools.dry_run.two_steps import dry_run
 from tests.forgeries import with_hashes
@@ -187,6 +189,26 @@ def test_training_from_a_strangers_checkpoint_does_not_open_the_base_that_it_nam
     assert f"{checkpoint} names places" in line and f"base={tmp_path / 'private'}" in line and "--trust-places" in line
     code, line = said(capfd, "train", *train, "--trust-places")
     assert code == 2 and f"{tmp_path / 'private'}: there is no such directory" in line, "it goes there now"
+
+
+@pytest.mark.parametrize("field", ["reference", "teacher"])
+def test_a_model_that_a_run_compares_with_does_not_lead_to_the_base_that_it_names(
+    run: Path, tmp_path: Path, field: str
+) -> None:
+    """A run that has checkpoints of its own reads it, too."""
+    checkpoint = str(of_adapters(run, tmp_path / "private"))
+    mine = load_config(run / "config.yaml")
+    mine = mine.model_copy(update={"run": mine.run.model_copy(update={"name": "mine"})})
+    compared = mine.reference.model_copy(update={"model": checkpoint}), TeacherConfig(model=checkpoint)
+    config = mine.model_copy(update={field: compared[field == "teacher"]})
+    for begins in (False, True):
+        with pytest.raises(ConfigError, match=f"{checkpoint} names places .*base={tmp_path / 'private'}"):
+            check_beginning(config, trusted=False, begins=begins)
+    check_beginning(mine, trusted=False)
+    mark = RunDir.of(config).model_files / "places.json"
+    mark.parent.mkdir(parents=True)
+    mark.write_text(with_mark(b"", mark_of(config) or {}))
+    check_beginning(config, trusted=False)
 
 
 def began_with(run: Path, path: Path) -> None:

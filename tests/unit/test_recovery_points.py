@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from raytune_fsdp.base.batch import StopReason
 from raytune_fsdp.base.errors import Interrupted, ResumeError, TransientError
-from raytune_fsdp.checkpoint import by_clock, room
+from raytune_fsdp.checkpoint import by_clock
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, in_the_way, to_remove
 from raytune_fsdp.checkpoint.location import new_location
@@ -296,7 +297,7 @@ def test_storage_without_room_is_left_to_the_last_save(
         asked.append(1)
         return SimpleNamespace(free=300_000)
 
-    monkeypatch.setattr(room.shutil, "disk_usage", nearly_full)
+    monkeypatch.setattr(shutil, "disk_usage", nearly_full)
     place = attempt(config, time, step=700.0)
     assert [(each.step, each.lasting) for each in committed(place.checkpoints)] == [(12, True)]
     size = next(each["fields"]["bytes"] for each in read_events(place.events) if each["event"] == names.SAVED)
@@ -363,7 +364,7 @@ def test_the_older_recovery_point_gives_way_to_saves_that_follow(
     def disk(path: Path) -> Any:
         return SimpleNamespace(free=(room_for - len(there(place))) * size)
 
-    monkeypatch.setattr(room.shutil, "disk_usage", disk)
+    monkeypatch.setattr(shutil, "disk_usage", disk)
     monkeypatch.setattr("raytune_fsdp.checkpoint.saver.Saver.nbytes", size)
     with pytest.raises(RuntimeError, match="a bug"):
         attempt(config, time, step=1801.0, of=(2, 4, 6, 8), crash_at=9)
@@ -388,7 +389,7 @@ def test_room_that_was_filled_since_is_taken_from_the_older_recovery_point(
     def disk(path: Path) -> Any:
         return SimpleNamespace(free=(5 - filled - len(there(place))) * size)
 
-    monkeypatch.setattr(room.shutil, "disk_usage", disk)
+    monkeypatch.setattr(shutil, "disk_usage", disk)
     monkeypatch.setattr("raytune_fsdp.checkpoint.saver.Saver.nbytes", size)
     with pytest.raises(RuntimeError, match="a bug"):
         attempt(config, time, step=1801.0, of=(2, 4), crash_at=5, peers=peers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -266,8 +266,8 @@ def test_optuna_is_asked_when_there_is_something_to_ask() -> None:
     assert begun_with_optuna([*log, TrialEnded(0, 10)], 3, 3) == 3
 
 
-@pytest.mark.skipif(find_spec("optuna") is not None, reason="Optuna is installed")
-def test_without_optuna_another_search_is_named() -> None:
+def test_without_optuna_another_search_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(
         UserError, match="search.type=optuna needs Optuna: run pip install .*, or set search.type=random"
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +107,16 @@ def test_a_process_that_does_not_start_leaves_no_file_open(tmp_path: Path) -> No
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_process_that_ends_before_its_first_word_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driven, "_start", lambda orders, answers, **_: (os.close(orders), os.close(answers)))
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match="the process for the run ended at once"):
+        RunDriver(cwd=tmp_path, env={}, log=tmp_path / "log.txt")
+    assert time.monotonic() - began < 10
+
+
 def test_a_stop_has_an_end_although_the_process_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits in the kernel is there after SIGKILL, too."""
     monkeypatch.setattr(driven, "_AT_ONCE_SECONDS", 0.05)
@@ -160,6 +172,19 @@ def test_a_reference_is_written_without_training_what_is_there(trial: Any, tmp_p
     trial.setup({"base": BASE, "checkpoint.storage": "kept"})
     with pytest.raises(TrainingError, match="the run is complete, and .* has no checkpoint: bring its"):
         trial.save_checkpoint(str(tmp_path))
+
+
+def test_a_run_whose_trial_has_failed_does_not_train_on(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `save` raises, Tune asks for nothing more, and its actor may stay for another trial."""
+    from raytune_fsdp.tune.ray_tune import trial as module
+
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
+    trial.setup({"base": BASE})
+    stopped = threading.Event()
+    monkeypatch.setattr(trial, "_stop", stopped.set)
+    with pytest.raises(TrainingError), trial._called():
+        raise TrainingError("a checkpoint could not be written")
+    assert stopped.wait(10)
 
 
 @pytest.mark.thorough

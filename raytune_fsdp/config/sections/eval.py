@@ -15,7 +15,7 @@ from raytune_fsdp.config.sections.run import RunConfig
 
 class EarlyStopConfig(Section):
     metric: str | None = None
-    """The metric that has to improve, such as `eval/<dataset>/loss`. Null: the mean loss over all datasets. Higher is better for metrics whose names end in `accuracy`, `accuracy_normalised` or `exact_match`."""
+    """The metric that has to improve, such as `eval/<dataset>/loss`. Null: the mean loss over all datasets. Whether higher is better follows from its name, as with `checkpoint.best_is: auto`."""
 
     patience: int = Field(default=3, ge=1)
     """How many evaluations in a row without an improvement end the run."""

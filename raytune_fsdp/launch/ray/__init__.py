@@ -1,4 +1,4 @@
-"""A run on a Ray cluster: the only code that imports ray.
+"""A run on a Ray cluster: with tune/ray_tune/trial.py, the only code that imports ray.
 
 On the driver:
 
@@ -20,7 +20,8 @@ Between the driver and the ranks:
 
     board.py             an actor: notices to the driver, a stop to rank 0
     keepers.py           an actor on each node, which keeps peer copies from attempt to attempt
-    failures.py          in Ray Train's controller: which rank failed, why, and whether to try again
+    failures.py          how fit() will end, as Ray Train's controller tells the driver; which rank failed, why, and
+                         whether to try again
 
 On the ranks and elsewhere in the cluster:
 

@@ -143,7 +143,7 @@ class _Posted:
 
     notices: list[Notice] = field(default_factory=list)
     beats: dict[int, Beat] = field(default_factory=dict)
-    """The last unread beat of each rank: a driver that was away for long finds no more of them."""
+    """The last unread beat of each rank: a driver that was away for long finds only these."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     reason: StopReason | None = None
     shared: dict[str, Any] = field(default_factory=dict)

@@ -338,7 +338,7 @@ class AttemptSupervisor:
             self._attempts.event(names.FIRST_STEP, seconds=round(phases.total, 2), phases=phases.seconds)
 
     def _check_ray(self) -> None:
-        """Raise if the Ray of this run is no more: calls of it would wait for long, or end this process."""
+        """Raise if the Ray of this run is gone: calls to it would wait for long, or end this process."""
         if (gone := self._session.lost()) is not None:
             self._attempts.failed(gone, again=False)
 

@@ -11,7 +11,7 @@ told.py             what the host knows of a micro-batch's documents
 groups.py           losses of groups of documents in the place of cross-entropies
 score_head.py       the scores of documents, and their losses
 scores.py           what these losses are
-distillation.py     divergences from a teacher's predictions in their place; and what a network predicts
+distillation.py     divergences from a teacher's predictions, in the place of cross-entropies; what a network predicts
 figures.py          what is recorded of groups, and of what is learned from a teacher
 chunked_head.py     losses without the logits of a whole micro-batch
 documents.py        the losses of single documents

@@ -57,7 +57,7 @@ def same_values(recorded: Any, now: Mapping[str, str], where: Path, what: str) -
     for name, digest in now.items():
         if before.get(name, digest) != digest:
             raise ResumeError(
-                f"{where / name}: {what} are not those that this run began with: they were computed anew, with "
+                f"{where / name}: {what} are not those that this run began with: they were computed again, with "
                 "other kernels or on another kind of device, and it would not be the same run; restore the file from "
                 "before, or start again under another run.name"
             )

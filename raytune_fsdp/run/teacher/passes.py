@@ -8,7 +8,6 @@ not computed again: a pass that was killed goes on where it was.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from raytune_fsdp.base.batch import Cursor, MicroBatch, PackedSample, Taught
 from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.base.errors import ConfigError, DataError, RaytuneError, TrainingError
+from raytune_fsdp.base.machine import free_space, nearest_existing
 from raytune_fsdp.data.batches import filler, to_batch
 from raytune_fsdp.data.reference import NAME, Names, names_of
 from raytune_fsdp.data.shared_batches import own_part
@@ -217,8 +217,8 @@ def _announce(files: TeacherFiles, targets: np.ndarray[Any, Any], say: Say) -> N
     """Say how much will be kept; refuse if there is no room for it."""
     form, tokens, documents = files.form, int(targets.sum()), len(targets)
     size = tokens * form.target_bytes + documents * ROW_BYTES
-    there = next(path for path in (files.directory, *files.directory.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    there = nearest_existing(files.directory)
+    free = free_space(there)
     if size > free:
         raise ConfigError(
             f"teacher.top_k={form.top_k}: the teacher's predictions of {tokens:,} tokens take {gibibytes(size)} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError, in_one_line
+from raytune_fsdp.base.machine import free_space, nearest_existing
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.run_lock import BEAT_SECONDS, Signs, holder_of
@@ -42,7 +42,8 @@ def clean(token: Token, place: RunDir) -> None:
     Newer files of others stay: another doctor may be running now.
     """
     own = own_prefix(token)
-    for directory in (token.path.parent, *([] if is_url(place.checkpoints) else [_there(Path(place.checkpoints))])):
+    elsewhere = [] if is_url(place.checkpoints) else [nearest_existing(Path(place.checkpoints))]
+    for directory in (token.path.parent, *elsewhere):
         for left in directory.glob(f"{PREFIX}*"):
             with suppress(OSError):
                 if _WRITTEN.fullmatch(left.name) is None:
@@ -50,11 +51,6 @@ def clean(token: Token, place: RunDir) -> None:
                 if left.name.startswith(own) or time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     left.unlink()
     token.remove(refused=True)
-
-
-def _there(wanted: Path) -> Path:
-    """Return the innermost directory of a path that exists."""
-    return next(path for path in (wanted, *wanted.parents) if path.exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +84,10 @@ def measure(config: FinetuneConfig, token: Token, asked: Asked) -> list[Measured
     found = []
     for field, wanted in places.items():
         asked.begin(f"{field}={wanted}")
-        there = _there(wanted)
+        there = nearest_existing(wanted)
         try:
             speed = write_speed(there, own_prefix(token), asked.answered)
-            found.append(Measured(field, there, speed, shutil.disk_usage(there).free))
+            found.append(Measured(field, there, speed, free_space(there)))
         except OSError as error:
             found.append(Measured(field, there, refused=in_one_line(error)))
     asked.answered()

@@ -82,13 +82,12 @@ class RunDriver:
             raise
 
     def _hello(self) -> psutil.Process:
-        until = time.monotonic() + _BEGINS_SECONDS
-        while time.monotonic() < until:
-            select.select([self._answers], [], [], _LOOK_SECONDS)
-            for answer in self._read():
-                with suppress(psutil.NoSuchProcess):
-                    return psutil.Process(int(answer["pid"]))
-        raise TrainingError(f"the process for the run did not start in {_BEGINS_SECONDS:g} s (see {self._log})")
+        there, _, _ = select.select([self._answers], [], [], _BEGINS_SECONDS)
+        for answer in self._read():  # none where it has died before its first word, which ends the pipe
+            with suppress(psutil.NoSuchProcess):
+                return psutil.Process(int(answer["pid"]))
+        how = "ended at once" if there else f"did not start in {_BEGINS_SECONDS:g} s"
+        raise TrainingError(f"the process for the run {how} (see {self._log})")
 
     def train(self, config: FinetuneConfig, log: Path, *, stop_seconds: float = STOP_SECONDS) -> None:
         """Train this run to its end. Returns at once. `log`: where the process prints from now on."""

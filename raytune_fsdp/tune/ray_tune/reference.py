@@ -78,7 +78,7 @@ def check_reference(found: TrialReference, place: RunDir, *, forks: bool = False
         raise ResumeError(
             f"run.storage={place.path.parent}: Tune has a checkpoint of trial {found.trial}, and its run {found.run} "
             f"has none in {place.checkpoints}. A relative run.storage or checkpoint.storage begins where Tune was "
-            "started: start it there, or name the directory from the root on; if the run is lost, begin anew"
+            "started: start it there, or name the directory from the root on; if the run is lost, start a new sweep"
         )
     if not forks:
         return

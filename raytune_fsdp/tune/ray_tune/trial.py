@@ -146,7 +146,7 @@ class RunTrial(Trainable):  # type: ignore[misc]
             which = hash_of([found.run, found.step, found.digest, self._given])[:8]
             fork = {"run": found.run, "step": found.step}
             self._be(f"{self._base.run.name}-{self.trial_id}-{which}", fork=fork, seen=found.seen)
-            if not committed(self._place.checkpoints):  # with one of its own a fork needs the other run no more
+            if not committed(self._place.checkpoints):  # with one of its own a fork no longer needs the other run
                 check_reference(found, there, forks=True)
 
     def cleanup(self) -> None:
@@ -164,10 +164,12 @@ class RunTrial(Trainable):  # type: ignore[misc]
         """Do what Tune asks for. If it then asks for nothing more for a while, let the run end: it goes on later."""
         with self._lock:
             self._calls += 1
-            yield
-            rest = threading.Timer(_IDLE_SECONDS, self._rest, [self._calls])
-            rest.daemon = True
-            rest.start()
+            try:
+                yield
+            finally:
+                rest = threading.Timer(_IDLE_SECONDS, self._rest, [self._calls])
+                rest.daemon = True
+                rest.start()
 
     def _rest(self, calls: int) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Workers of Ray that are forked from a process that has done their imports, instead of being started anew.
+"""Workers of Ray that are forked from a process that has done their imports, instead of being started from scratch.
 
     templates.py  where a run has such a process, the template, and until when: as its driver knows it
     template.py   the template: what it imports, whom it refuses, how it forks

@@ -225,7 +225,7 @@ class AfterCommit:
         self._failed(checkpoint, failure_in_words(error) if outcome.exception() else outcome.result())
 
     def _failed(self, checkpoint: CommittedCheckpoint, problem: str, *, for_good: bool = False) -> None:
-        """Count and report a failure. `for_good`: this command tries no more; another one does."""
+        """Count and report a failure. `for_good`: this command stops trying; another one may."""
         self._failures[checkpoint] += _TRIES if for_good else 1
         self.work.failed(checkpoint, problem)
         goes_on = "; training goes on" if self._during_training else ""
