@@ -23,6 +23,7 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.sharding import FP8, FSDP_OPTIONS, activation_checkpointing, strategy
 
+_MESH = {"tp": "tensor", "cp": "sequence", "sp": "sequence"}
 _ZERO = {0: "no_shard", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 
 
@@ -49,10 +50,10 @@ def _mesh(c: Translation) -> None:
         for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     }
     copies, shard = c.get(keys["dp_replicate"], whole, 1), c.get(keys["dp_shard"], whole, 1)
-    for axis in ("tp", "cp", "sp"):
+    for axis in _MESH:
         ranks = c.get(keys[axis], whole, 1)
         c.say(
-            keys[axis], "same" if ranks <= 1 else "left", "every rank has samples of its own (see train.global_batch)"
+            keys[axis], "same" if ranks <= 1 else "left", f"train.global_batch decides; see parallel.mesh.{_MESH[axis]}"
         )
     if copies > 1 and shard > 1:
         c.put("parallel.strategy", "hybrid_shard", keys["dp_shard"])
@@ -158,7 +159,7 @@ _OPTIONS = (
     ),
     leave(
         _axes("cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation"),
-        "how ranks share a sample; here every rank has samples of its own",
+        "how ranks share a sample; see `parallel.mesh.sequence`",
     ),
     settled(_deep("zero_stage"), "`parallel.strategy` (1 and 2: `shard_grad_op`)"),
     settled(_deep("offload_optimizer_device offload_param_device"), "`parallel.cpu_offload`"),

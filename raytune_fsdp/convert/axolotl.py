@@ -258,7 +258,8 @@ _REFUSED_OPTIONS = (
     refuse("qat quantization use_onebitllms", "computing in fewer than 8 bits is not here"),
     refuse("fp8", FP8),
     leave("fp8_enable_fsdp_float8_all_gather", "means nothing without fp8, which is refused"),
-    refuse("relora lisa_n_layers unfrozen_parameters spectrum_top_fraction", "every weight is trained"),
+    refuse("relora lisa_n_layers", "what is trained does not change during a run"),
+    refuse("unfrozen_parameters spectrum_top_fraction", "name what is trained with `method.type=freeze`"),
     leave(
         "relora_prune_ratio relora_prune_method relora_cpu_offload lisa_step_interval lisa_layers_attribute",
         "means nothing without relora or lisa_n_layers, which are refused",

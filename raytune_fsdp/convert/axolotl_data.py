@@ -397,7 +397,7 @@ DATA_OPTIONS = (
     refuse(_each("chat_template_jinja"), "save the template to a file, and name that as the dataset's chat_template"),
     refuse(
         _each("split_thinking"),
-        "put it into a template, which serves all datasets",
+        "put it into a template, and name that as the dataset's chat_template",
         off=(False,),
     ),
     refuse(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytune_fsdp.convert.rules import Translation, ask, flag, leave
+from raytune_fsdp.convert.rules import Translation, ask, carry, flag, leave, text
 
 
 def _fp32_norms(c: Translation, key: str) -> None:
@@ -12,6 +12,15 @@ def _fp32_norms(c: Translation, key: str) -> None:
         c.say(key, "refused", "all weights have one type here; parallel.precision=bf16 keeps them in fp32")
     else:
         c.say(key, "same", "all weights are fp32 in the optimizer")
+
+
+def _wandb_project(c: Translation, key: str) -> None:
+    """A project turns Weights & Biases on, there too."""
+    if project := c.get(key, text, ""):
+        c.put("tracking.wandb.enabled", True, key)
+        c.carry(key, "tracking.wandb.project", project, "and tracking.wandb.enabled=true")
+    else:
+        c.say(key, "same", "off")
 
 
 LEFT_OPTIONS = (
@@ -33,17 +42,22 @@ LEFT_OPTIONS = (
     ),
     leave("eval_sample_packing eval_batch_size eval_sequence_len", "an evaluation is packed as the training data"),
     leave("save_first_step dynamic_checkpoint", "see `raytune-fsdp checkpoint`"),
+    carry("use_wandb", "tracking.wandb.enabled", flag),
+    ask("wandb_project", "`tracking.wandb.project`, and `enabled`", _wandb_project),
+    carry("wandb_entity", "tracking.wandb.entity", text),
+    leave("wandb_name wandb_run_id", "a run has the name of its directory; see `run.name`"),
+    leave("wandb_mode wandb_watch wandb_log_model", "see WANDB_MODE in the environment"),
+    carry("use_tensorboard", "tracking.tensorboard.enabled", flag),
     leave(
-        "use_wandb wandb_name wandb_run_id wandb_mode wandb_project wandb_entity wandb_watch wandb_log_model "
         "use_comet comet_workspace comet_project_name comet_experiment_key comet_mode comet_online "
         "comet_experiment_config comet_api_key use_trackio trackio_project_name trackio_run_name "
-        "trackio_space_id use_tensorboard use_otel_metrics otel_metrics_host otel_metrics_port",
+        "trackio_space_id use_otel_metrics otel_metrics_host otel_metrics_port",
         "metrics go to the run directory, and to MLflow where it is installed",
     ),
     leave("mlflow_run_name hf_mlflow_log_artifacts", "a run has the name of its directory; see `run.name`"),
     leave("hf_use_auth_token", "HF_TOKEN in the environment"),
-    leave("use_ray ray_run_name resources_per_worker", "every run is one of Ray's; see `cluster`"),
-    leave("do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split", "the loss is measured"),
+    leave("use_ray ray_run_name resources_per_worker", "see `cluster.launch`; a run has the name of its directory"),
+    leave("do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split", "see `eval.tasks`"),
     leave(
         "eval_table_size eval_max_new_tokens generate_samples num_generation_samples generation_max_new_tokens "
         "generation_temperature generation_top_p generation_top_k generation_do_sample generation_prompt_ratio",
@@ -51,7 +65,7 @@ LEFT_OPTIONS = (
     ),
     leave(
         "loss_watchdog_threshold loss_watchdog_patience",
-        "a loss that is not finite stops a run; see `optim.max_skipped`",
+        "steps whose loss is not finite are skipped; `optim.max_skipped` of them in a row end a run",
     ),
     leave(
         "gc_steps gc_collect_steps include_tokens_per_second include_tkps profiler_steps_start",
@@ -77,7 +91,7 @@ MACHINE_OPTIONS = (
     leave("selective_checkpointing", "see `parallel.activation_checkpointing: selective`"),
     leave("dp_shard_size dp_replicate_size", "see `parallel.strategy` and `shard_size`"),
     leave("fsdp_final_state_dict_type", "checkpoints are in shards, the export is whole"),
-    leave("heads_k_stride ring_attn_func", "how ranks share a sample; here every rank has samples of its own"),
+    leave("heads_k_stride ring_attn_func", "how ranks share a sample; see `parallel.mesh.sequence`"),
     leave("deepcompile", "DeepSpeed is not used; see `parallel.compile`"),
     leave(
         "use_kernels flash_attn_d512 gemma4_hybrid_attn_impl llama4_linearized_experts flash_attn_cross_entropy "

@@ -245,6 +245,11 @@ def _schedule(c: Translation) -> None:
         c.carry(total, "train.max_steps", c.get(total, whole, 1))
 
 
+def _warmup_type(c: Translation, key: str) -> None:
+    how = "same" if c.get(key, text, "log") == "linear" else "carried"
+    c.say(key, how, "a warmup is a straight line here")
+
+
 def _peak(c: Translation, kind: str) -> None:
     """Carry the peak of the learning rate from a schedule that sets it itself, whatever the optimizer's is."""
     most, lr = "scheduler.params.warmup_max_lr", "optimizer.params.lr"
@@ -353,7 +358,7 @@ _FILE_OPTIONS = (
     settled("scheduler.params.total_num_steps", "`train.max_steps`"),
     settled("scheduler.params.warmup_max_lr", "`optim.lr`, whatever `optimizer.params.lr` says"),
     settled("scheduler.params.warmup_min_lr", "`optim.schedule.floor` of WarmupDecayLR; a warmup begins near 0"),
-    leave("scheduler.params.warmup_type", "a warmup is a straight line here"),
+    ask("scheduler.params.warmup_type", "a warmup is a straight line here", _warmup_type),
     refuse(
         "amp amp.enabled fp32_allreduce prescale_gradients gradient_predivide_factor sparse_gradients",
         "gradients are summed in fp32, and nothing is scaled on the way",

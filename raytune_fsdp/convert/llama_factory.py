@@ -241,7 +241,7 @@ _MODEL_OPTIONS = (
         "freeze_multi_modal_projector",
         "text only",
     ),
-    refuse("freeze_language_model", "every weight is trained"),
+    refuse("freeze_language_model", "to train a part of the weights, set `method.type=freeze`"),
 )
 
 
@@ -256,7 +256,8 @@ _METHOD_OPTIONS = (
     settled("lora_target additional_target", "`method.target_modules`, `modules_to_save`"),
     settled("loraplus_lr_ratio use_rslora use_dora", "`method.lr_ratio`, `rank_stabilized`, `dora`"),
     settled("adapter_name_or_path", "`method.adapter`"),
-    refuse("pissa_init create_new_adapter", "adapters start at zero, or continue an adapter"),
+    refuse("pissa_init", "there it is approximated in `pissa_iter` passes; here it is exact: set `method.init=pissa`"),
+    refuse("create_new_adapter", "an adapter that is named is continued"),
     leave("pissa_iter pissa_convert", "belongs to pissa_init"),
     leave("loraplus_lr_embedding", "only for adapters of embeddings"),
     leave("adapter_folder", "name the directory itself in adapter_name_or_path"),
@@ -267,7 +268,8 @@ _METHOD_OPTIONS = (
         _adapts,
     ),
     *STAGE_OPTIONS,
-    refuse("use_galore use_apollo use_badam use_adam_mini use_muon", "the optimizer here is AdamW"),
+    refuse("use_galore use_apollo use_badam use_adam_mini", "not here; `optim.optimizer` has those that are"),
+    refuse("use_muon", "set `optim.optimizer.type=muon`, whose steps are as large as AdamW's"),
     _details(
         "use_galore",
         "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise",
@@ -282,10 +284,11 @@ _METHOD_OPTIONS = (
         "badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio badam_mask_mode "
         "badam_verbose",
     ),
-    refuse("use_dft_loss use_asft_loss use_eaft_loss", "the loss is the plain cross entropy"),
+    refuse("use_dft_loss use_asft_loss use_eaft_loss", "not here; `train.loss` takes a function of your own"),
     _details("use_asft_loss", "asft_alpha"),
     _details("use_eaft_loss", "eaft_alpha"),
-    refuse("use_llama_pro use_mca use_megatron_bridge use_hyper_parallel", "every weight is trained, with FSDP"),
+    refuse("use_llama_pro", "no layers are added; to train a part of the weights, set `method.type=freeze`"),
+    refuse("use_mca use_megatron_bridge use_hyper_parallel", "weights are spread by FSDP2; see `parallel`"),
     refuse("fp8", FP8),
     _details("fp8", "fp8_backend fp8_enable_fsdp_float8_all_gather"),
     ask(

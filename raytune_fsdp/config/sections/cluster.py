@@ -64,7 +64,7 @@ class ClusterConfig(Section):
     """Ray: how many crashes of workers are answered with a new attempt from the newest checkpoint before the run fails. -1: no limit."""
 
     start_seconds: float = Field(default=120.0, gt=0)
-    """Ray: seconds that a Ray started for this run may take to start. A very busy machine needs more; Ray's own limit of 30 s then ends single tries."""
+    """Ray: seconds that a Ray started for this run may take to start. A very busy machine needs more. Ray's own limits may end a try earlier; another one follows until then."""
 
     collective_minutes: float = Field(default=30.0, gt=0)
     """Minutes after which a rank that waits for others in a collective gives up. This catches ranks that hang; ranks that die are noticed at once. It must be longer than the slowest start of a rank takes."""

@@ -90,8 +90,8 @@ class ParallelConfig(Section):
 
     reduce: Literal["flat", "hierarchical"] = "flat"
     """How gradients are summed over ranks on several nodes. `hierarchical`: first inside each node, then between the
-    nodes; only the second sum is in `reduce_dtype`. NCCL's ring by itself sends about as much between nodes. With `run.exact` the sum is passed from node
-    to node instead, and the bits are the same either way."""
+    nodes; only the second sum is in `reduce_dtype`. NCCL's ring by itself sends about as much between nodes. With `run.exact`
+    the sum is passed from node to node instead, and the bits are the same either way."""
 
     defer_gradient_sync: bool = False
     """Reduce gradients only after the last micro-batch of a step: less traffic, but every rank holds full gradients

@@ -59,7 +59,7 @@ class PrometheusConfig(Section):
 
 class TrackingConfig(Section):
     console: bool = True
-    """Print the progress of the run: on a terminal in lines that are rewritten in place, elsewhere a line per step."""
+    """Print the progress of the run: on a terminal in lines that are rewritten in place, elsewhere line by line (`console_every`)."""
 
     console_every: int | None = Field(default=None, ge=1)
     """Steps between two printed lines, where the output is not a terminal. Default: so that the whole run has 200 lines; each step of a short run has its own. Evaluations, saves and other events have their lines in any case."""

@@ -29,7 +29,8 @@ class TrainConfig(Section):
     """Steps between two reads of the device: the metrics of all steps in between are fetched and written together."""
 
     objective: ObjectiveChoice = Field(default_factory=SftObjective)
-    """What a step minimises: the cross-entropy of documents, or a loss of pairs or of judged answers."""
+    """What a step minimises: the cross-entropy of documents; a loss of pairs, of judged answers, or of classes or scores; or
+    the distance from what a teacher predicts."""
 
     loss: Annotated[str, AfterValidator(function_name)] | None = None
     """`module:function`: a loss of your own. It is called with the log-probabilities of one document's targets (a tensor) and
