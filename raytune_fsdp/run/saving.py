@@ -35,12 +35,13 @@ from raytune_fsdp.record.jsonl import each_event, read_evaluations, steps_after
 from raytune_fsdp.record.names import highest_is_best, score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.forks.pins import is_pinned
-from raytune_fsdp.run.peers.copies import PeerCopies, open_copies
+from raytune_fsdp.run.peers.copies import MOST_SECONDS, PeerCopies, open_copies
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.optim.update import Optimizer
 
 _LOOK_SECONDS = 0.2  # between two looks at a writer that was given up, or is to be waited for
-_PATIENCE_SECONDS = 60.0  # for a recovery point that is still being written when a planned save is due
+_PATIENCE_SECONDS = {False: 60.0, True: MOST_SECONDS + 10}
+"""How long a planned save waits for a recovery point, or for a peer copy, that is still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ class Saves:
             self._write_again()
             someone_busy = True
         self._stop = StopReason(reason) if reason else None
+        if self._stop is not None and self.copies is not None:
+            self.copies.storage.give_up()  # the last checkpoint must not wait for a copy
         return Boundary(
             stop=self._stop, asked=bool(someone_asked), free=not (someone_busy or self._again), by_clock=bool(by_clock),
             copy=bool(copy),
@@ -155,7 +158,9 @@ class Saves:
         if planned and not boundary.free and self.saver.recovering:  # or still removes older ones
             # A recovery point is being written: where the planned saves are must not depend on the clock. This does not
             # wait for long: storage that stands still postpones planned saves as always. Collective.
-            looks = round(_PATIENCE_SECONDS / _LOOK_SECONDS)  # counted, so that all ranks wait for as long
+            looks = round(
+                _PATIENCE_SECONDS[self.saver.copying] / _LOOK_SECONDS
+            )  # counted, so that all ranks wait for as long
             while looks and not boundary.free:
                 time.sleep(_LOOK_SECONDS)
                 beat()

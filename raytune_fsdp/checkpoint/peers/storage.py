@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Protocol
 
 import xxhash
@@ -113,6 +114,7 @@ class PeerStorage:
         self._own = own
         self._held: Mapping[str, Held] = {}
         """What the keepers have answered when they were asked last."""
+        self._given_up = Event()
 
     @property
     def nodes_of_a_file(self) -> int:
@@ -120,7 +122,11 @@ class PeerStorage:
         return len(self._targets)
 
     def draft(self, name: str, serial: int) -> PeerDraft:
-        return PeerDraft(self._keepers, self.location, name, self._all, self._targets)
+        return PeerDraft(self._keepers, self.location, name, self._all, self._targets, self._given_up)
+
+    def give_up(self) -> None:
+        """Let what is being sent fail, and all that would be sent later."""
+        self._given_up.set()
 
     def names(self) -> list[str]:
         self._held = self._keepers.held()
@@ -203,6 +209,7 @@ class PeerDraft:
     name: str
     everywhere: Sequence[str]
     targets: Sequence[str]
+    given_up: Event
     again: bool = field(default=False, init=False)
 
     @contextmanager
@@ -212,9 +219,8 @@ class PeerDraft:
         sink.seal()  # not after an exception: what is not sealed is not there
 
     def publish(self, sizes: Mapping[str, int], manifest: str, before: Callable[[], None] = at_once) -> None:
-        present = {
-            file: size for held in self.keepers.held().values() for file, size in held.get(self.name, {}).items()
-        }
+        held = self.keepers.held()
+        present = _sizes(held, self.name)
         if present != sizes:
             raise OSError(f"{self.location}/{self.name} holds {present}, but what was sent there is {dict(sizes)}")
         before()
@@ -226,6 +232,11 @@ class PeerDraft:
             if not any(MANIFEST_FILE in held.get(self.name, {}) for held in self.keepers.held().values()):
                 raise
             logger.info("not all nodes have the manifest of %s: %s", self.name, in_one_line(error))
+            return
+        # A node that has this manifest forgets older copies. One without ranks by now would keep its part for good.
+        older = {name for node, copies in held.items() if node not in self.everywhere for name in copies}
+        if older:
+            self.keepers.drop(sorted(older))
 
     def discard(self) -> None:
         try:
@@ -262,6 +273,8 @@ class _PeerSink:
         self._draft.keepers.seal(self._nodes, self._draft.name, self._file, self._sent, self._digest.hexdigest())
 
     def _send(self) -> None:
+        if self._draft.given_up.is_set():
+            raise OSError("it was given up, as the attempt ends")
         while len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()()
         piece, self._waiting = bytes(self._waiting), bytearray()

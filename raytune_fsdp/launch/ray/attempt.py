@@ -52,6 +52,8 @@ class RayAttempt:
     waiting: Waiting
     fit: Future[Any] | None = None
     """The call of fit(); None while there is no room for its workers."""
+    workers: int = 0
+    """How many ranks it has asked for."""
     controller: list[Any] = field(default_factory=list)
     """Handles of Ray Train's controller, and of the actor that would outlive it; none once they are ended."""
     controller_id: str = ""

@@ -133,7 +133,7 @@ class Attempts:
         words = failure_in_words(cause, None if rank is None else self.current.ends.get(rank))
         lost: int | None = None
         if not is_ours(cause) and self._answers():
-            lost = self.current.rank_without({node.id for node in answering(nodes())})
+            lost = self.current.rank_without({node.id for node in answering(nodes(leaving=True))})
         if lost is not None:
             rank, words = lost, "its node was lost"
         elif rank is not None and is_death(cause) and (memory := self.current.out_of_memory(rank)) is not None:

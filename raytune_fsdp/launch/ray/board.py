@@ -141,6 +141,8 @@ Notice = Controlled | Ending | Joined | PhaseFinished | Started | Line | Committ
 class _Posted:
     """Everything that is posted in one attempt."""
 
+    attempt: int = 0
+    """Counts the attempts of the board's driver."""
     notices: list[Notice] = field(default_factory=list)
     beats: dict[int, Beat] = field(default_factory=dict)
     """The last unread beat of each rank: a driver that was away for long finds only these."""
@@ -158,7 +160,9 @@ class _Board:
         self._sharing = asyncio.Condition()
         self._closed = False
 
-    async def tell(self, notice: Notice) -> bool:
+    async def tell(self, attempt: int, notice: Notice) -> bool:
+        if attempt != self._posted.attempt:  # a late word of an attempt that is over, as of a node that was cut off
+            return False
         if isinstance(notice, Beat):
             self._posted.beats[notice.rank] = notice  # which wakes nobody: the driver looks twice a second
         else:
@@ -189,12 +193,14 @@ class _Board:
         await posted.stop.wait()
         return posted.reason
 
-    async def begin(self) -> None:
+    async def begin(self, attempt: int) -> None:
         self._posted.stop.set()  # else the call of a rank that has ended waits, with all that was posted, for good
-        self._posted = _Posted()
+        self._posted = _Posted(attempt)
 
-    async def share(self, key: str, value: list[Any]) -> None:
+    async def share(self, attempt: int, key: str, value: list[Any]) -> None:
         async with self._sharing:
+            if attempt != self._posted.attempt:
+                return
             self._posted.shared[key] = value
             self._sharing.notify_all()
 
@@ -213,6 +219,8 @@ class Board:
     """The handle that the driver and the ranks have of the actor. It can be sent to other processes."""
 
     def __init__(self) -> None:
+        self._attempt = 0
+        """Counts the attempts: what a process of an older one tells is not heard."""
         self._actor = self._make()
         self._reading: Any = None
         """An answer that has not come yet, and is all that will ever have the notices in it."""
@@ -223,11 +231,11 @@ class Board:
 
     def tell(self, notice: Notice) -> None:
         """Post a notice. Neither wait nor fail if the driver is gone: this process soon ends then, too."""
-        self._actor.tell.remote(notice)
+        self._actor.tell.remote(self._attempt, notice)
 
     def tell_and_ask(self, notice: Notice, seconds: float | None = None) -> bool:
         """Post a notice; return whether the driver still listens. Wait for the answer for so long at most."""
-        return bool(ray.get(self._actor.tell.remote(notice), timeout=seconds))
+        return bool(ray.get(self._actor.tell.remote(self._attempt, notice), timeout=seconds))
 
     def close(self, seconds: float) -> list[Notice]:
         """End the actor, on the driver. Returns the notices that were not read, if they come in time."""
@@ -257,18 +265,21 @@ class Board:
 
     def begin(self) -> None:
         """Begin another attempt: forget what was asked of the last one, and shared in it."""
+        self._attempt += 1
         if self._reading is None:
             with suppress(RayActorError, GetTimeoutError):  # dead, or out of reach for long
-                ray.get(self._actor.begin.remote(), timeout=_START_SECONDS)
+                ray.get(self._actor.begin.remote(self._attempt), timeout=_START_SECONDS)
                 return
         with suppress(RayError):
             ray.kill(self._actor)
         self._actor, self._reading = self._make(), None
+        self._actor.begin.remote(self._attempt)
 
-    def share(self, key: str, value: Any) -> None:
-        """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends."""
+    def share(self, key: str, value: Any, seconds: float | None = None) -> None:
+        """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends. Wait for
+        so long at most; it is shared as soon as the board can."""
         # A reference inside a list is passed on; Ray would replace a bare one by its value, for the actor to unpickle.
-        ray.get(self._actor.share.remote(key, [ray.put(value)]))
+        ray.get(self._actor.share.remote(self._attempt, key, [ray.put(value)]), timeout=seconds)
 
     def shared(self, key: str) -> Any:
         """Wait for the value that another rank shares under this key."""

@@ -39,6 +39,9 @@ _ACTORS = {
 }
 """Actors of a run besides its ranks, by the names of their classes."""
 _TELL_SECONDS = 2.0
+_HEARD_SECONDS = 60.0
+"""How long the board may take to hear of a controller, on a very busy machine. One that is stopped must not keep it, and
+with it the command, for ever."""
 
 
 class ControllerWatch(ControllerCallback):  # type: ignore[misc]
@@ -50,7 +53,7 @@ class ControllerWatch(ControllerCallback):  # type: ignore[misc]
     def after_controller_start(self, train_run_context: object) -> None:
         this = ray.get_runtime_context()
         actors = [this.current_actor, *helpers_of_controller()]
-        if not self._board.tell_and_ask(Controlled(str(this.get_actor_id()), actors)):
+        if not self._board.tell_and_ask(Controlled(str(this.get_actor_id()), actors), _HEARD_SECONDS):
             raise TrainingError("the driver has given up the run")
 
     def after_controller_state_update(self, previous_state: object, current_state: object) -> None:

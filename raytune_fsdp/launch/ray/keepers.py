@@ -114,8 +114,8 @@ class NodeKeepers:
                 "and not the node"
             )
         shared = Shared(location=self._location, keepers=dict(self._actors), known=set(self._known), nodes=nodes)
-        with suppress(RayError):  # a board that is gone ends the attempt
-            self._board.share(_KEY, shared)
+        with suppress(RayError):  # a board that is gone, or out of reach for long, ends the attempt
+            self._board.share(_KEY, shared, _LOOK_SECONDS)
 
     def _replace_ended(self, nodes: Collection[str]) -> None:
         """Start new keepers where those of earlier attempts have ended, and leave out the others that have."""

@@ -55,9 +55,9 @@ class Request:
     device: Literal["cpu", "cuda"]
 
 
-def nodes() -> list[Node]:
-    """Return the living nodes of the connected cluster, except those that are about to be taken away."""
-    free, leaving = private.free_by_node(), draining()
+def nodes(*, leaving: bool = False) -> list[Node]:
+    """Return the living nodes of the connected cluster. Those that are about to be taken away only if `leaving`."""
+    free, left_out = private.free_by_node(), {} if leaving else draining()
     return [
         Node(
             id=each["NodeID"],
@@ -67,7 +67,7 @@ def nodes() -> list[Node]:
             address=(each["NodeManagerAddress"], each["NodeManagerPort"]),
         )
         for each in ray.nodes()
-        if each["Alive"] and each["NodeID"] not in leaving
+        if each["Alive"] and each["NodeID"] not in left_out
     ]
 
 

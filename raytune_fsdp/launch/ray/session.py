@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import time
@@ -303,8 +304,16 @@ def _own_directory() -> tuple[Path, int]:
 
 def _sweep(parent: Path) -> None:
     for left in parent.glob(f"{_PREFIX}*"):
-        if left.is_dir() and not _is_in_use(left):
+        if _is_ours(left) and not _is_in_use(left):
             _remove(left)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether it is a directory of this user's. By that name another one may have a link in /tmp, to anything."""
+    with suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return False
 
 
 def _remove(directory: Path) -> None:

@@ -159,7 +159,7 @@ class AttemptSupervisor:
 
     def until(self, fit: Future[Any], asked: Request) -> None:
         """Follow an attempt to its end. Raise if it is no use to wait longer; then `end` it."""
-        self._attempt.fit = fit
+        self._attempt.fit, self._attempt.workers = fit, asked.workers
         self._keepers.begin(asked.workers)
         self._clock.look()
         unanswered: float | None = None
@@ -278,9 +278,10 @@ class AttemptSupervisor:
                 attempt.ranks[rank] = notice
                 attempt.watch.joined(notice)
                 self._keepers.joined(attempt.ranks)
+                self._watch_nodes()
             case Started(number, logs, begins):
                 self._attempts.started(number, logs, begins)
-                attempt.nodes.start(attempt.ranks)  # before the model is loaded, which takes much memory
+                self._watch_nodes()
             case PhaseFinished(phase):
                 self._reached(phase)
             case Beat(step, rank=rank):
@@ -295,6 +296,13 @@ class AttemptSupervisor:
                 for each in self._after_commits:
                     each.committed(found)
 
+    def _watch_nodes(self) -> None:
+        """Watch the processes of the ranks, before the model is loaded, which takes much memory. Of a node, all at
+        once: the first word of a rank may come later than that of rank 0 about the attempt."""
+        attempt = self._attempt
+        if attempt.logs is not None and len(attempt.ranks) >= attempt.workers:
+            attempt.nodes.start(attempt.ranks)
+
     def _hear_controller(self, notice: Controlled) -> None:
         self._attempt.controller, self._attempt.controller_id = notice.actors, notice.controller
         self.groups.made_by(notice.controller)
@@ -306,11 +314,10 @@ class AttemptSupervisor:
             if notice.rank in attempt.ranks:  # else it is a late word
                 attempt.reports[notice.rank], attempt.ending_since = notice, since
         elif (error := attempt.error_by(notice)) is not None:
-            attempt.ending_since = since
+            attempt.ending_since, attempt.error = since, attempt.error or error
             self._check_ray()  # all ranks end without it
             if not self._session.answers():
                 return  # to end the controller, this would wait for the head; Ray Train ends the ranks, too
-            attempt.error = attempt.error or error
             if isinstance(notice, Ended):
                 self._hear_peers()
             attempt.end(error)
@@ -400,7 +407,7 @@ class AttemptSupervisor:
         stuck = attempt.watch.stuck(workers)
         if stuck is None:
             return
-        lost = attempt.rank_without({node.id for node in answering(nodes())})
+        lost = attempt.rank_without({node.id for node in answering(nodes(leaving=True))})
         if lost is not None:  # Ray may take minutes to say so, and the others wait for this one
             self._end_ranks(Killed("its node was lost", lost))
             return
@@ -423,8 +430,8 @@ class AttemptSupervisor:
             return
         limit = f"{_ENDS_SECONDS:.0f} s"
         self._say(f"the attempt has not ended {limit} after its ranks were to end: Ray Train's controller is ended")
-        if attempt.killed is None:
-            rank, report = next(iter(attempt.reports.items()))
-            cause = f"it raised an error at {report.place}, and the attempt did not end in {limit}"
-            attempt.killed = Killed(cause, rank)
+        if attempt.killed is None and attempt.error is None:
+            rank, report = next(iter(attempt.reports.items()), (None, None))
+            what = "a rank has ended" if report is None else f"it raised an error at {report.place}"
+            attempt.killed = Killed(f"{what}, and the attempt did not end in {limit}", rank)
         attempt.end_controller()

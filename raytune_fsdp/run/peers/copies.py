@@ -27,8 +27,8 @@ from raytune_fsdp.run.resume_point import ResumePoint
 
 logger = logging.getLogger(__name__)
 
-_MOST_SECONDS = 120.0
-"""A copy that takes longer is given up: a stop, or a planned save, would wait for it."""
+MOST_SECONDS = 120.0
+"""A copy that takes longer is given up: a planned save waits for it."""
 _LEFT_OUT = (0, 1, 3, 9)
 """How many copies that come by steps are left out, by how many have failed in a row; the last number for more of them.
 A keeper whose process has died is back after a second; one that hangs costs each copy 40 s, which a planned save would
@@ -73,7 +73,7 @@ class PeerCopies:
         """Copy the state after a step. `before`: see `Saver.begin`."""
         if self.clock is not None:
             self.clock.begins()
-        saver.begin(state, before=before, lasting=False, to=self.storage, seconds=min(saver.seconds, _MOST_SECONDS))
+        saver.begin(state, before=before, lasting=False, to=self.storage, seconds=min(saver.seconds, MOST_SECONDS))
 
     def held(self) -> None:
         """Note that training goes on."""

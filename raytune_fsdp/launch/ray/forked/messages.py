@@ -22,15 +22,18 @@ def send(connection: socket.socket, message: object, files: Iterable[int] = ()) 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Read one message, and the files that came with it; None at the end of the connection."""
     head, files, _, _ = socket.recv_fds(connection, 4, _FILES)
-    left, parts = int.from_bytes(head, "big"), list[bytes]()
-    while left and (part := connection.recv(min(left, _PART))):
-        parts.append(part)
-        left -= len(part)
-    if len(head) < 4 or left:
-        for each in files:
-            os.close(each)
-        return None
-    return json.loads(b"".join(parts)), list(files)
+    left, parts, found = int.from_bytes(head, "big"), list[bytes](), None
+    try:
+        while left and (part := connection.recv(min(left, _PART))):
+            parts.append(part)
+            left -= len(part)
+        if len(head) == 4 and not left:
+            found = json.loads(b"".join(parts)), list(files)
+    finally:
+        if found is None:
+            for each in files:
+                os.close(each)
+    return found
 
 
 def user_of(connection: socket.socket) -> int:

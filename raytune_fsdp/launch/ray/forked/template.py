@@ -106,7 +106,7 @@ class NodeTemplate:
         while True:
             for key, _ in self._selector.select(_TICK_SECONDS):
                 if key.fileobj is self._listener:
-                    if (found := self._hear(self._listener.accept()[0])) is not None:
+                    if (found := self._hear()) is not None:
                         return found
                 elif isinstance(key.data, Begun):
                     self._heard(key.data, ended=key.fileobj == key.data.end)
@@ -121,8 +121,14 @@ class NodeTemplate:
             elif time.monotonic() - self._wanted > LINGER_SECONDS:
                 return None
 
-    def _hear(self, connection: socket.socket) -> tuple[Wanted, list[int]] | None:
+    def _hear(self) -> tuple[Wanted, list[int]] | None:
         """Hear from a process that has connected: a driver's, which keeps the connection, or one that wants a fork."""
+        try:
+            connection = self._listener.accept()[0]
+        except OSError as error:  # no file is left: forks take three each
+            _say(f"a connection was not taken: {error}")
+            time.sleep(_TICK_SECONDS)
+            return None
         connection.settimeout(_READ_SECONDS)
         files: list[int] = []
         try:
