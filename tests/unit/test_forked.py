@@ -21,6 +21,7 @@ import raytune_fsdp
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked import templates
+from raytune_fsdp.launch.ray.forked.messages import receive
 from raytune_fsdp.launch.ray.forked.process import LAUNCHER, SOCKET, difference, of_process
 
 pytestmark = pytest.mark.thorough
@@ -334,6 +335,20 @@ def test_without_a_template_a_worker_has_the_python_of_its_ray(tmp_path: Path, l
     program = templates.Templates(ClusterConfig(), tmp_path).runtime_env()["py_executable"]
     command = ["bash", "-c", f"exec {program} {shlex.quote(str(worker))} 'c d'"]  # as Ray starts it
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"here {worker} c d\n"
+
+
+@pytest.mark.parametrize("content", [b"no JSON", b""])
+def test_files_of_a_message_that_is_not_understood_are_closed(content: bytes) -> None:
+    """Else the template keeps them, and each fork has them."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(0.1)
+        before = os.listdir("/proc/self/fd")
+        socket.send_fds(theirs, [(7).to_bytes(4, "big")], [1, 2])
+        theirs.sendall(content)
+        with pytest.raises((ValueError, TimeoutError)):
+            receive(ours)
+        assert os.listdir("/proc/self/fd") == before
 
 
 def test_variables_that_count() -> None:

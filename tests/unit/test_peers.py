@@ -317,6 +317,29 @@ def test_a_node_that_is_gone_fails_a_copy_and_leaves_the_one_before() -> None:
     assert cluster.ranks[0].names() == [name] and check_files(cluster.ranks[0], name, hashes=True) is None
 
 
+def test_a_copy_is_given_up_where_its_attempt_ends() -> None:
+    """The last checkpoint would wait for it, and a node's notice may be 30 s."""
+    cluster = Nodes()
+    name = cluster.save(5)
+    for storage in cluster.ranks:
+        storage.give_up()
+    with pytest.raises(OSError, match="it was given up, as the attempt ends"):
+        cluster.write(6)
+    cluster.ranks[0].draft(name_of(6), 1).discard()
+    assert cluster.ranks[0].names() == [name] and check_files(cluster.ranks[0], name, hashes=True) is None
+
+
+def test_a_node_that_has_no_ranks_any_more_forgets_its_part_with_the_next_copy() -> None:
+    cluster = Nodes()
+    first = cluster.save(5)
+    cluster.ranks = [PeerStorage(cluster.location, cluster.here, "ab", own=node, count=1) for node in "ab"]
+    cluster.ranks[0].forget(2, but=first)
+    assert cluster.keepers["c"].nbytes() > 30_000
+    second = cluster.save(8, attempt=2)
+    assert not cluster.keepers["c"].nbytes() and cluster.ranks[0].names() == [second]
+    assert check_files(cluster.ranks[0], second, hashes=True) is None
+
+
 def test_rows_are_sent_in_pieces_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch writes a piece of a hundred bytes in ten parts: none of them travels alone."""
     monkeypatch.setattr(peers, "_PIECE_BYTES", 1000)

@@ -79,7 +79,7 @@ def raised(error: BaseException) -> WorkerGroupError:
 def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The nodes that answer."""
     found = ["node"]
-    monkeypatch.setattr(attempts, "nodes", lambda: None)
+    monkeypatch.setattr(attempts, "nodes", lambda **_: None)
     monkeypatch.setattr(
         attempts, "answering", lambda _: [Node(id=name, name=name, total={}, free={}) for name in found]
     )
@@ -90,7 +90,7 @@ def test_no_node_is_looked_for_while_the_head_is_away(tmp_path: Path, monkeypatc
     """The question would wait for it."""
     known, _ = begin(tmp_path)
     known._answers = lambda: False
-    monkeypatch.setattr(attempts, "nodes", lambda: pytest.fail("this would wait for the head"))
+    monkeypatch.setattr(attempts, "nodes", lambda **_: pytest.fail("this would wait for the head"))
     known.ended(of_rank(DEAD))
     (failed,) = events(tmp_path, "attempt_failed")
     assert failed["rank"] == 1 and failed["cause"].startswith("its process died")

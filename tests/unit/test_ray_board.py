@@ -84,7 +84,7 @@ def test_the_next_attempt_has_another_board_than_one_that_does_not_answer(actors
     actors[1].tell.remote()
     with pytest.raises(ActorUnavailableError):
         board.read(0.01)
-    assert [name for name, _ in actors[1].calls] == ["tell", "read"]
+    assert [name for name, _ in actors[1].calls] == ["begin", "tell", "read"]
 
 
 def test_the_call_of_a_rank_that_has_ended_ends_with_its_attempt() -> None:
@@ -94,7 +94,7 @@ def test_the_call_of_a_rank_that_has_ended_ends_with_its_attempt() -> None:
         board = _Board()
         waits = asyncio.ensure_future(board.wait_for_stop())
         await asyncio.sleep(0)
-        await board.begin()
+        await board.begin(1)
         ended = await asyncio.wait_for(waits, 5)
         waits = asyncio.ensure_future(board.wait_for_stop())
         await asyncio.sleep(0)
@@ -102,3 +102,18 @@ def test_the_call_of_a_rank_that_has_ended_ends_with_its_attempt() -> None:
         return ended, await asyncio.wait_for(waits, 5)
 
     assert asyncio.run(attempts()) == (None, "signal")
+
+
+def test_what_a_process_of_an_attempt_that_is_over_says_is_not_heard() -> None:
+    """A node that was cut off may come back, with all that its ranks wanted to say meanwhile."""
+
+    async def attempts() -> None:
+        board = _Board()
+        await board.begin(1)
+        await board.begin(2)
+        assert not await board.tell(1, Line("late")) and await board.tell(2, Line("now"))
+        await board.share(1, "batches", ["late"])
+        await board.share(2, "batches", ["now"])
+        assert await board.read(0) == [Line("now")] and await board.shared("batches") == ["now"]
+
+    asyncio.run(attempts())

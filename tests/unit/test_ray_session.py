@@ -130,6 +130,19 @@ def test_directories_of_dead_starts_are_removed_and_no_others(tmp_path: Path, mo
     os.close(lock)
 
 
+def test_what_another_user_may_have_put_there_by_such_a_name_is_left_alone(tmp_path: Path) -> None:
+    """A link would lead to files of whoever starts Ray."""
+    mine, shared = tmp_path / "mine", tmp_path / "shared"
+    for each in (mine / "work", shared):
+        each.mkdir(parents=True)
+    hours_ago = time.time() - 7200
+    os.utime(mine, (hours_ago, hours_ago))
+    (shared / f"{session._PREFIX}link").symlink_to(mine)
+    os.mkfifo(shared / f"{session._PREFIX}pipe")
+    session._sweep(shared)
+    assert (mine / "work").is_dir() and len([*shared.iterdir()]) == 2
+
+
 def test_a_directory_in_which_dying_processes_still_write_is_removed_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,17 +143,17 @@ def test_a_board_keeps_one_beat_of_each_rank() -> None:
     async def scenario() -> None:
         board = _Board()
         for number in range(1000):
-            await board.tell(told(number % 3, beats=number))
+            await board.tell(0, told(number % 3, beats=number))
         before = time.monotonic()
         assert [(each.rank, each.beats) for each in await board.read(0.3)] == [(0, 999), (1, 997), (2, 998)]  # type: ignore[union-attr]
         assert time.monotonic() - before > 0.25
         reading = asyncio.create_task(board.read(30.0))
         await asyncio.sleep(0)
-        await board.tell(told())
-        await board.tell(Line("words"))
+        await board.tell(0, told())
+        await board.tell(0, Line("words"))
         assert await reading == [Line("words"), told()]
-        await board.tell(told())
-        await board.begin()
+        await board.tell(0, told())
+        await board.begin(1)
         assert await board.read(0) == []
 
     asyncio.run(scenario())

@@ -17,7 +17,7 @@ from raytune_fsdp.base import lease
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray import attempt, supervisor
-from raytune_fsdp.launch.ray.attempt import Killed
+from raytune_fsdp.launch.ray.attempt import Killed, RayAttempt
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Beat, BoardStream, Joined, Line, Notice, PhaseFinished
 from raytune_fsdp.launch.ray.nodes.sizes import Demand, Sizes
@@ -303,6 +303,18 @@ def test_a_late_word_of_the_last_attempt_is_no_resize(tmp_path: Path, monkeypatc
     known._hear(Joined(0, "here", "node", 8))
     known._hear(Beat(step=5, beats=3, patience_seconds=0.0))
     assert not [event for event in read_events(place.events) if event["event"] == "resized"]
+
+
+def test_an_attempt_that_does_not_end_is_ended_also_where_no_rank_has_said_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, _, _, said = begin(tmp_path, monkeypatch)
+    ended: list[str] = []
+    monkeypatch.setattr(RayAttempt, "end_controller", lambda _: ended.append("controller"))
+    known._attempt.controller = ["controller"]
+    known._check_end(known._attempt, 61.0)
+    assert known._attempt.killed == Killed("a rank has ended, and the attempt did not end in 60 s", None)
+    assert ended == ["controller"] and "Ray Train's controller is ended" in said[-1]
 
 
 def test_what_rank_0_tells_a_region_reaches_the_drivers_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(supervisor, "draining", dict)
     monkeypatch.setattr(
-        supervisor, "nodes", lambda: [Node(id=each, name=each, total={}, free={}) for each in found.nodes]
+        supervisor, "nodes", lambda **_: [Node(id=each, name=each, total={}, free={}) for each in found.nodes]
     )
     monkeypatch.setattr(supervisor, "answering", lambda nodes: nodes)
     return found

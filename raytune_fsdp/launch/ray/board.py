@@ -276,8 +276,10 @@ class Board:
         self._actor.begin.remote(self._attempt)
 
     def share(self, key: str, value: Any, seconds: float | None = None) -> None:
-        """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends. Wait for
-        so long at most; it is shared as soon as the board can."""
+        """Share a value with the other ranks. This process remains its owner: Ray drops the value when it ends.
+
+        Waits for so long at most; the board shares it as soon as it can.
+        """
         # A reference inside a list is passed on; Ray would replace a bare one by its value, for the actor to unpickle.
         ray.get(self._actor.share.remote(self._attempt, key, [ray.put(value)]), timeout=seconds)
 

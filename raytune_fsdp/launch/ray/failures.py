@@ -40,8 +40,8 @@ _ACTORS = {
 """Actors of a run besides its ranks, by the names of their classes."""
 _TELL_SECONDS = 2.0
 _HEARD_SECONDS = 60.0
-"""How long the board may take to hear of a controller, on a very busy machine. One that is stopped must not keep it, and
-with it the command, for ever."""
+"""How long the board may take to hear of a controller, on a very busy machine. One that is stopped must not keep it for
+ever, and with it the command."""
 
 
 class ControllerWatch(ControllerCallback):  # type: ignore[misc]

@@ -309,7 +309,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether it is a directory of this user's. By that name another one may have a link in /tmp, to anything."""
+    """Return whether it is a directory of this user. By that name another one may have a link in /tmp, to anything."""
     with suppress(OSError):
         found = path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
