@@ -33,7 +33,7 @@ COMMANDS = {
     "runs": "list the runs of a storage directory",
     "watch": "follow a run that another command trains",
     "logs": "show what the ranks of a run have printed",
-    "checkpoint": "commit one now, list them, verify them",
+    "checkpoint": "commit one now, list them, verify them, let torch read them",
     "stop": "let a run commit a checkpoint and end",
     "digest": "say in one line which numbers a checkpoint or a model holds, or compare two",
     "export": "write a checkpoint as a Hugging Face model directory",
