@@ -10,7 +10,7 @@ stop.<id>.asked                left by `raytune-fsdp stop`, or by the program th
 from __future__ import annotations
 
 import json
-import os
+import stat
 import time
 import uuid
 from contextlib import suppress
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.lease import MOST_BYTES
-from raytune_fsdp.base.untrusted import UnsoundError, open_regular, read_file
+from raytune_fsdp.base.untrusted import read_file
 
 _PREFIX = "checkpoint-now."
 _STOP = "stop."
@@ -70,11 +70,11 @@ class Requests:
         """Answer the requests that were taken."""
         text = json.dumps({"step": step, "path": path, "problem": problem})
         for taken in self._taken:
-            with suppress(OSError, UnsoundError):
-                # Made by whoever asked, who may have given up and removed it; what is no file of theirs is left alone.
-                with os.fdopen(open_regular(taken, write=True), "r+") as file:
-                    file.write(text)
-                taken.rename(taken.with_suffix(_ANSWERED))
+            with suppress(OSError):
+                # Whoever asked may have given up and removed it, and may be a user whose files this one cannot write.
+                if stat.S_ISREG(taken.lstat().st_mode):
+                    replace_at_once(taken.with_suffix(_ANSWERED), text.encode())
+                    taken.unlink()
         self._taken.clear()
 
 
@@ -98,6 +98,7 @@ class StopRequest:
     def ask(self) -> None:
         if not self._file.exists():
             replace_at_once(self._file, self._token.encode())
+            self._file.chmod(0o644)  # the run may be another user's, and so may the umask
 
     def leave(self) -> None:
         """Withdraw the request."""

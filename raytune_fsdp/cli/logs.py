@@ -57,7 +57,7 @@ def _logs(parser: Parser, arguments: Sequence[str]) -> int:
         while found.follow and state in _ALIVE:
             time.sleep(_POLL_SECONDS)
             state = signs.look()
-            logs.look()
+            logs.look(last=state not in _ALIVE)
     except KeyboardInterrupt:
         if not found.follow:
             raise
@@ -109,24 +109,24 @@ class _Logs:
         self._files = _files(place, asked.attempt, asked.rank, alive=alive)
         self._ends: dict[Path, int] = {}
 
-    def look(self, count: int | None = None) -> None:
-        """Print what is new; only the last `count` lines of each log, if `count` is given."""
+    def look(self, count: int | None = None, *, last: bool = False) -> None:
+        """Print what is new; only the last `count` lines of each log, if `count` is given. `last`: no look follows."""
         with suppress(ResumeError):  # another attempt follows, and the rank may not be there yet
             self._files = _files(self._place, self._asked.attempt, self._asked.rank, alive=True)
         for rank, path in self._files.items():
-            lines = self._new(path)
+            lines = self._new(path, whole=last or not self._asked.follow)
             for line in lines if count is None else deque(lines, maxlen=count):
                 text = clean(line.decode(errors="replace").rstrip("\n"))
                 print(f"rank {rank} | {text}" if self._asked.rank is None else text, flush=True)
 
-    def _new(self, path: Path) -> Iterator[bytes]:
-        """Yield lines finished since the last look; without --follow, also a last line that is not finished."""
+    def _new(self, path: Path, *, whole: bool) -> Iterator[bytes]:
+        """Yield lines finished since the last look. `whole`: also a last line that is not finished."""
         try:
             with os.fdopen(open_regular(path, links=True), "rb") as file:
                 file.seek(self._ends.get(path, 0))
                 nuls = 0
                 while (line := file.readline(LINE_BYTES)) and (nuls := nuls + line.count(0)) <= NULS:
-                    if not line.endswith(b"\n") and self._asked.follow and len(line) < LINE_BYTES:
+                    if not line.endswith(b"\n") and not whole and len(line) < LINE_BYTES:
                         break
                     self._ends[path] = file.tell()
                     yield line

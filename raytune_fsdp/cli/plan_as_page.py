@@ -73,6 +73,10 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         return
     if found.gpu is None:
         parser.error("--serve needs a device to begin with: --gpu A100-80GB")
+    if found.gpu.endswith(".json"):
+        parser.error(
+            f"--serve --gpu {found.gpu}: the page has devices of the table only: name one, or leave --serve out"
+        )
     others = {
         "--json": found.json, "--units": found.units, "--alternatives": found.alternatives,
         "--storage": found.storage is not None,

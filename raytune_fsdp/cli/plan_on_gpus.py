@@ -59,11 +59,8 @@ def plan_on_gpus(
     device = gpu_of(found.gpu)
     speed = link_speed(found.storage) if found.storage else None
     measured = device.measured
-    if measured is not None and measured.ranks == 1 < plan.layout.world:
-        parser.error(
-            f"--gpu {found.gpu} was measured by one rank alone, which says nothing about --world-size "
-            f"{plan.layout.world}: measure again with --calibrate {found.gpu} --world-size N, N ranks on one machine"
-        )
+    if plan.layout.world > 1:
+        _check_links(parser, found.gpu, device)
     per_node = found.gpus_per_node or (PER_NODE if measured is None else measured.ranks)
     from raytune_fsdp.base.machine import free_space
     from raytune_fsdp.base.urls import is_url
@@ -88,6 +85,14 @@ def plan_on_gpus(
         with_alternatives=found.alternatives,
     )  # fmt: skip
     return as_page(each), {"on_gpus": as_data(each)}
+
+
+def _check_links(parser: ConfigParser, name: str, device: Device) -> None:
+    if device.measured is not None and device.measured.ranks == 1:
+        parser.error(
+            f"{name} was measured by one rank alone, which says nothing about several: measure again with --calibrate "
+            f"{name} --world-size N, N ranks on one machine"
+        )
 
 
 def gpu_of(name: str) -> Device:
@@ -139,7 +144,9 @@ def _offers(parser: ConfigParser, text: str) -> list[Offer]:
             value = -1.0
         if not name or (value is not None and not 0 <= value < float("inf")):
             parser.error(f"--search {text}: write a device and its price by the hour, as in A100-80GB=1.8")
-        offers.append(Offer(device=gpu_of(name), price=value))
+        device = gpu_of(name)
+        _check_links(parser, name, device)
+        offers.append(Offer(device=device, price=value))
     names = [each.device.name for each in offers]
     if twice := next((name for name in names if names.count(name) > 1), None):
         parser.error(f"--search {text}: {twice} is there twice; give it one price")

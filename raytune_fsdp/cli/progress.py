@@ -42,7 +42,8 @@ def _terminal() -> tuple[int, ...]:
         return ()
     out, error = _is_terminal(sys.stdout, 1), _is_terminal(sys.stderr, 2)
     if out:
-        return (1, 2) if error and os.ttyname(1) == os.ttyname(2) else (1,)
+        # Not by their names: a terminal may be that of another mount namespace, as in a container.
+        return (1, 2) if error and os.fstat(1).st_rdev == os.fstat(2).st_rdev else (1,)
     # `| tee log` prints on the same terminal, across a region.
     return (2,) if error and not _in_pipe(sys.stdout) else ()
 

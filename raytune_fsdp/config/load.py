@@ -98,10 +98,13 @@ def recipe_text(name: str) -> str:
     Outside of the repository, it names the package's own data where that is installed.
     """
     text = recipes()[name].read_text(encoding="utf-8")
-    if Path(_PACKAGE.name).is_dir():
-        return text
     own = re.compile(rf"(?<=: ){_PACKAGE.name}/(\S+)")
-    return own.sub(lambda found: json.dumps(str(_PACKAGE / found[1]), ensure_ascii=False), text)
+
+    def here_or_installed(found: re.Match[str]) -> str:
+        here = Path(_PACKAGE.name, found[1]).exists()
+        return found[0] if here else json.dumps(str(_PACKAGE / found[1]), ensure_ascii=False)
+
+    return own.sub(here_or_installed, text)
 
 
 def read_file(path: str | Path, root: Place = ROOT) -> tuple[dict[str, Any], dict[Loc, str]]:

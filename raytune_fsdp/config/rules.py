@@ -78,6 +78,11 @@ def local_path(value: str) -> str:
     """Check a path on a mounted file system. A URL would silently become a directory of that name."""
     if not value or is_url(value) or "\0" in value:
         raise ValueError("must be a directory on a mounted file system (object stores are not supported yet)")
+    if (variable := re.search(r"\$\{?\w+\}?", value)) is not None:
+        raise ValueError(
+            f"{variable[0]} is not expanded in a config: write the path itself, or give the field as a flag in double "
+            "quotes, where the shell does it"
+        )
     return value
 
 

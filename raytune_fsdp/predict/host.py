@@ -57,7 +57,9 @@ def host_needs(config: FinetuneConfig, found: Prediction) -> HostNeeds:
     on_host = ranks * PROCESS
     if config.parallel.cpu_offload:  # weights and what the optimizer keeps; gradients, as large as trained weights
         at_rest, state = sum(found.memory.start.values()), found.memory.start.get("optimizer", 0)
-        on_host += ranks * (at_rest + found.checkpoint // found.plan.layout.shard_size - state)
+        layout = found.plan.layout
+        own = found.checkpoint // (layout.shard_size * layout.tensor)
+        on_host += ranks * (at_rest + max(0, own - state))
     on_host += ranks * found.memory.sent
     staged = found.checkpoint * ranks // found.world if config.checkpoint.asynchronous else 0
     return HostNeeds(

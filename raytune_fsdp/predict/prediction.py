@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from raytune_fsdp.base.errors import ModelError, RaytuneError, in_one_line
 from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict.devices import Device
 from raytune_fsdp.predict.links import network_of
@@ -189,7 +190,14 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         largest=found.largest,
         rates=rates.basis,
         reached=rates.reached,
-        checkpoint=(found.trained_bytes + memory.start.get("optimizer", 0)) * plan.layout.shard_size,
+        checkpoint=_checkpoint(found, memory.start.get("optimizer", 0), config),
         attention=found.attention,
         tokens=tokens,
     )
+
+
+def _checkpoint(found: Trace, state: int, config: FinetuneConfig) -> int:
+    """Return the bytes of a checkpoint: for each trained number of the network, as many as rank 0 has for each of its
+    own. Not rank 0's times the number of ranks: of a few rows, or where ranks share layers, it has another part."""
+    numbers = found.trained_bytes / MASTER_DTYPE[config.parallel.precision].itemsize
+    return round(found.parameters.trainable * (found.trained_bytes + state) / numbers) if numbers else 0

@@ -36,6 +36,14 @@ def refused(path: Path | None, *flags: str) -> list[str]:
     return str(failure.value).splitlines()
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "one_cycle"])
+def test_the_config_of_a_run_is_read_again(tmp_path: Path, schedule: str) -> None:
+    """It has every field, also those that their user may not write."""
+    made = config(optim={"schedule": {"type": schedule}})
+    (tmp_path / "config.yaml").write_text(recorded_text(made))
+    assert load_config(tmp_path / "config.yaml") == made
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_secret_of_any_shape_is_marked_wherever_it_stands(shape: str) -> None:
     secret = SHAPES[shape]

@@ -170,6 +170,8 @@ VALUES = {
     "(from flag --run.name)",
     "--run.storage=s3://bucket/runs": "run.storage=s3://bucket/runs: must be a directory on a mounted file system "
     "(object stores are not supported yet) (from flag --run.storage)",
+    "--run.storage=$SCRATCH/runs": "run.storage=$SCRATCH/runs: $SCRATCH is not expanded in a config: write the path "
+    "itself, or give the field as a flag in double quotes, where the shell does it (from flag --run.storage)",
     "--data.train=chat.jsonl": "data.train=chat.jsonl: must be list of maps (at least 1) (from flag --data.train)",
     "--data.train.path=chat.jsonl": "--data.train.path: data.train is a list; name an item by its index, as in "
     "--data.train.0",

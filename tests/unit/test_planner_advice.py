@@ -12,6 +12,7 @@ from raytune_fsdp.config.load import load_config
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.advise.advice import Advice, advice
 from raytune_fsdp.predict.advise.alternatives import (
+    _candidates,
     allowed_micro_batch,
     as_flags,
     change_in_words,
@@ -59,6 +60,26 @@ def test_the_next_step_down_is_one_that_frees() -> None:
         config = FinetuneConfig.model_validate(values)
     # What learns the same first.
     assert names == ["recompute=selective", "recompute=full", "micro_batch=2", "micro_batch=1"]
+
+
+@pytest.mark.parametrize(
+    ("world", "method", "mesh"),
+    [(1, {}, {}), (4, {}, {"tensor": 2}), (1, {"type": "lora", "rank": 2}, {}), (4, {"type": "lora", "rank": 2}, {})],
+)
+def test_a_checkpoint_is_as_large_on_any_mesh(world: int, method: dict[str, Any], mesh: dict[str, int]) -> None:
+    """Also where a weight has fewer rows than there are ranks."""
+    _, found = look(config_of(LLAMA, method=method or {"type": "full"}, parallel={"mesh": mesh}), world)
+    assert found.checkpoint == pytest.approx(12 * found.parameters.trainable, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"run": {"exact": True}}, {"parallel": {"mesh": {"tensor": 2}}}, {"parallel": {"reduce": "hierarchical"}}],
+)
+def test_what_does_not_go_with_a_config_is_no_alternative(sections: dict[str, Any]) -> None:
+    config = config_of(LLAMA, **sections)
+    cluster = Cluster(device=find_device("A100-80GB"), per_node=8, between=link_speed("400Gbps"))
+    assert [*_candidates(config, 2, cluster)]
 
 
 def test_there_is_a_last_step_down() -> None:

@@ -166,9 +166,10 @@ class OptimConfig(Section):
     @model_validator(mode="after")
     def _warmup(self) -> Self:
         for name in ("warmup_ratio", "warmup_steps"):
-            if self.schedule.type == "one_cycle" and name in self.model_fields_set and getattr(self, name):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.schedule.type == "one_cycle" and value and value != default:  # by its value, as above
                 raise ValueError(
-                    f"optim.{name}={getattr(self, name)}: the schedule one_cycle has a rise of its own: set "
+                    f"optim.{name}={value}: the schedule one_cycle has a rise of its own: set "
                     "optim.schedule.rise, and leave the warmup out"
                 )
         if self.schedule_steps is not None and (self.warmup_steps or 0) > self.schedule_steps:

@@ -7,6 +7,7 @@ it learns. Another method changes that, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,10 @@ def alternatives(subject: ModelSpec, config: FinetuneConfig, world: int, cluster
         # Less sharding only saves traffic: it is not looked at where that is hidden behind the computation.
         if changed.parallel.strategy != "full_shard" and not moves.get(how, True):
             continue
-        best = _largest_batch(subject, changed, world, cluster)
+        try:
+            best = _largest_batch(subject, changed, world, cluster)
+        except RaytuneError:  # such as a method whose library is not installed
+            continue
         if best is None:
             continue
         micro, prediction = best
@@ -143,7 +147,7 @@ def micro_batches(subject: ModelSpec, config: FinetuneConfig, known: Prediction)
     # between them. So two that fit say how many may fit at most, and one that does and one that does not say how many
     # certainly do.
     (left, low), (right, high) = (1, one.needed), (2, two.needed)  # the two largest that were traced, and fit
-    fits, most = right, right + int((memory - high) / max(1, high - low))
+    fits, most = right, min(_MOST_SAMPLES, right + int((memory - high) / max(1, high - low)))
     tried = most
     while fits < most:
         found = at(tried)
@@ -206,8 +210,9 @@ def _candidates(
                     if getattr(config.parallel, name) != value
                 }
                 changes = written if method is None else {"method.type": method["type"], **written}
-                changed = with_changes(config, written if method is None else {**written, "method": method})
-                yield (str(method), recompute), changes, changed
+                with suppress(ValidationError):  # they do not go together with the rest of the config
+                    changed = with_changes(config, written if method is None else {**written, "method": method})
+                    yield (str(method), recompute), changes, changed
 
 
 def _largest_batch(
