@@ -69,7 +69,7 @@ def test_the_next_step_down_is_one_that_frees() -> None:
 def test_a_checkpoint_is_as_large_on_any_mesh(world: int, method: dict[str, Any], mesh: dict[str, int]) -> None:
     """Also where a weight has fewer rows than there are ranks."""
     _, found = look(config_of(LLAMA, method=method or {"type": "full"}, parallel={"mesh": mesh}), world)
-    assert found.checkpoint == pytest.approx(12 * found.parameters.trainable, rel=1e-3)
+    assert found.checkpoint == pytest.approx(12 * found.parameters.trainable, rel=0.01)
 
 
 @pytest.mark.parametrize(
