@@ -36,8 +36,9 @@ BARE_RECOVERY_SECONDS = 13.9
 """Of bare Ray Train after the loss of a rank: benchmarks/results/startup.json, median."""
 OUTAGE_SECONDS = 15.0
 AWAY_SECONDS, FLAP_SECONDS = 60.0, 20.0
-GONE_SECONDS = 90.0
-"""Until the processes of a cluster without its head have ended, by Ray's own limit of a minute."""
+GONE_SECONDS = 150.0
+"""Until the processes of a cluster without its head have ended, by Ray's own limit of a minute, and after them what they
+were forked from, which nobody then wants for another minute."""
 
 
 @dataclass(kw_only=True)
