@@ -287,7 +287,10 @@ class WindowCache:
         if self._written and self._written + size < min(_BYTES_BETWEEN_LOOKS, self.max_bytes // 10):
             return
         self._written = 0
-        found = list(entries(self.root))
+        # What other models have said is not counted: it costs a pass to make again, is never removed here, and may be
+        # larger than the limit, which would push out every window.
+        kept = (self.root / REFERENCE, self.root / TEACHER)
+        found = [entry for entry in entries(self.root) if entry.path.parent not in kept]
         files = sum(entry.bytes for entry in found if entry.is_files)
         held = sum(entry.bytes for entry in found) - files
         if files + held + size > self.max_bytes:

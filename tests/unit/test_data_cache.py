@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -17,7 +18,7 @@ import pytest
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data import cache as cache_module
-from raytune_fsdp.data.cache import Window, WindowCache, entries, remove
+from raytune_fsdp.data.cache import REFERENCE, TEACHER, Window, WindowCache, entries, remove
 from tests.ranks import run_ranks
 from tests.rows import make_windows, token_rows
 
@@ -215,6 +216,19 @@ def test_stays_within_its_bound(tmp_path: Path, window: Window) -> None:
             os.utime(path, (stamp, stamp))
     kept = sorted(int(path.stem[-8:]) for path in cache.directory.glob("*.arrow"))
     assert 8 <= len(kept) <= 10 and kept == list(range(40 - len(kept), 40))
+
+
+@pytest.mark.parametrize("what", [REFERENCE, TEACHER])
+def test_what_other_models_have_said_pushes_no_window_out(tmp_path: Path, window: Window, what: str) -> None:
+    """A teacher's predictions may be larger than the limit, and are no windows' business."""
+    said = tmp_path / what / ("a" * 32)
+    said.mkdir(parents=True)
+    (said / "about.json").write_text(json.dumps({what: "1234-5678"}))
+    (said / "values").write_bytes(bytes(1 << 20))
+    assert [entry.path for entry in entries(tmp_path)] == [said]
+    for number, fingerprint in enumerate(("f" * 32, "e" * 32)):
+        WindowCache(tmp_path, fingerprint, 1 << 20, ABOUT).write(0, number, window)
+    assert len(list(tmp_path.glob("*/*.arrow"))) == 2 and said.exists()
 
 
 def test_clean_up_takes_what_was_unused_for_longest(tmp_path: Path, window: Window) -> None:

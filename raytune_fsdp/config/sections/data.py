@@ -169,7 +169,8 @@ class CacheConfig(Section):
     """Directory for prepared rows and packed windows, on storage that all nodes share. Null: `cache` in `run.storage`."""
 
     max_gb: float = Field(default=200.0, gt=0)
-    """Maximum size, in 10^9 bytes. What has not been used for the longest time is removed first."""
+    """Maximum size, in 10^9 bytes. What has not been used for the longest time is removed first. What a reference or a
+    teacher says does not count, and stays."""
 
 
 class DataConfig(Section):
