@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
+from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.checkpoint.catalogue import as_checkpoint
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.cli import export as export_command
 from raytune_fsdp.model.export.mark import MARK_FILE
 from raytune_fsdp.record.jsonl import append_event
-from raytune_fsdp.record.report.card import is_of_same_run, model_card, with_digest
+from raytune_fsdp.record.report.card import is_of_same_run, model_card, recipe_of, with_digest
 from tests.planted import FILL, SHAPES
+from tests.runs import make_config
 
 OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"
 CHECKPOINT = "checkpoints/step-00000006.a1"
@@ -38,6 +40,7 @@ def with_texts(values: Any, text: str) -> Any:
     config["data"]["train"] = [{**each, "path": text, "hub": text, "name": text} for each in config["data"]["train"]]
     config["train"][text] = text
     config["teacher"] = {"model": text, "top_k": text, "temperature": text}
+    config["reference"] = {"model": text, "when": text}
     return {**values, "version": text, "versions": {"torch": text, text: text}, "model_on_hub": True, "config": config}
 
 
@@ -100,6 +103,15 @@ def test_a_forged_fingerprint_does_not_make_another_directory_an_export_of_this_
     capsys.readouterr()
     assert export_command.main([str(run), str(tmp_path / "mine")]) == 2
     assert "is not replaced" in capsys.readouterr().err and FORGED in readme.read_text()
+
+
+@pytest.mark.parametrize("reference", [{}, {"model": "/models/stern"}, {"when": "during"}])
+def test_a_recipe_names_a_reference_that_is_not_the_start(tmp_path: Path, reference: dict[str, str]) -> None:
+    config = make_config(tmp_path).model_dump(mode="json")
+    config["reference"] |= reference
+    parameters = ParameterCount(total=1, trainable=1)
+    recipe = json.loads(recipe_of(config, {"raytune-fsdp": "1"}, tmp_path, parameters))
+    assert recipe["config"].get("reference") == (config["reference"] if reference else None)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

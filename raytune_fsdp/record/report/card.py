@@ -25,6 +25,7 @@ from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.manifest import read_manifest
 from raytune_fsdp.checkpoint.state import RunState, read_state
+from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.model.directory.bounds import read_config
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import CARD_FILE
@@ -43,8 +44,9 @@ _LOCAL = ("/", "~", "./", "../", "file:")
 """Prefixes of paths that exist only on one machine."""
 _FINGERPRINT = "- fingerprint of everything that decided the training"
 _RECIPE_BYTES = 4 * MIB  # the whole config of a run: 5 kB
-RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train", "teacher")
-"""The sections of a config that decide what is learned. From `run`, only the name and the seed are shown."""
+RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train", "reference", "teacher")
+"""The sections of a config that decide what is learned. Of `run`, only the name and the seed are shown; `reference` is
+shown where it says something."""
 
 
 def recipe_of(
@@ -61,6 +63,8 @@ def recipe_of(
     fork.
     """
     chosen = {section: config[section] for section in RECIPE if config.get(section) is not None}
+    if chosen.get("reference") == ReferenceConfig().model_dump(mode="json"):
+        del chosen["reference"]
     chosen["run"] = {key: config["run"][key] for key in ("name", "seed")}
     path = config["model"]["path"]
     # Decided here, where the run reads the model: where a card is written, a directory may have the same name.
