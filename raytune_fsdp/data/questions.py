@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +87,8 @@ class _Asked:
     choices: tuple[str, ...]
     labels: tuple[str, ...]
     subject: str | None
+    right: int = 0
+    """Which choice is right, from 0, where there are choices."""
 
 
 def open_tasks(
@@ -120,6 +122,7 @@ def open_tasks(
         except DataError as error:
             raise DataError(f"{field}: {error}".replace("the dataset's ", f"{field}.")) from error
         rows = _read(source, task, field)
+        rows = _with_right(rows) if isinstance(task, ChoicesTask) else rows
         prompter = _Prompter(task, tokenizer, rows[: task.shots], TemplateChoice.of_prompts(config.data))
         rows = rows[task.shots :]
         if not rows:
@@ -214,25 +217,56 @@ def _choices_of(row: Mapping[str, Any], column: str | list[str], where: str) -> 
     return tuple(texts), tuple(str(each).strip() for each in labels)
 
 
-def _right(row: _Asked) -> int:
-    """Return which choice is right, found by its label, letter, index or text, whichever matches first."""
-    given, many = row.answer, len(row.choices)
-    text = str(given).strip()
-    places = [row.labels.index(text)] if text in row.labels else []
+def _with_right(rows: Sequence[_Asked]) -> list[_Asked]:
+    """Return a task's rows with the choice that is right: an answer is its label, its letter or index, or its text.
+
+    Of an answer that is the letter of one choice and the text of another, the other rows decide, if only one of the two
+    can be meant in all of them.
+    """
+    named, written = [_named(row) for row in rows], [_written_out(row) for row in rows]
+    by_name, by_text = None not in named, None not in written
+    found = []
+    for row, name, text in zip(rows, named, written, strict=True):
+        place = text if name is None else name
+        if name is not None and text is not None and name != text and not row.labels:
+            if by_name == by_text:
+                raise DataError(
+                    f"{row.where}: the answer '{shorten(row.answer)}' is the text of choice {text + 1}, and as a "
+                    f"letter or index it is choice {name + 1}; the other rows do not say which is meant: make the "
+                    "choices a map of text and label, and write labels, or leave the row out"
+                )
+            place = text if by_text else name
+        if place is None:
+            raise _none_of_the_choices(row)
+        found.append(replace(row, right=place))
+    return found
+
+
+def _named(row: _Asked) -> int | None:
+    """Return which choice an answer is the label, the letter or the index of; None: of none."""
+    given, text = row.answer, str(row.answer).strip()
+    place = row.labels.index(text) if text in row.labels else None
     if not row.labels and not isinstance(given, bool):
         if len(text) == 1 and text.isascii() and text.isalpha():
-            places.append(ord(text.upper()) - ord("A"))
+            place = ord(text.upper()) - ord("A")
         elif text.isascii() and text.isdecimal():
-            places.append(int(text))
-    places += [row.choices.index(text)] if text in row.choices else []
-    place = next((place for place in places if place < many), None)
-    if place is None:
-        letters = f"a letter (A to {chr(ord('A') + many - 1)}), an index (0 to {many - 1})"
-        known = f"one of {', '.join(row.labels)}" if row.labels else letters
-        raise DataError(
-            f"{row.where}: the answer '{shorten(given)}' is none of the {many} choices; write {known} or its text"
-        )
-    return place
+            place = int(text)
+    return place if place is not None and place < len(row.choices) else None
+
+
+def _written_out(row: _Asked) -> int | None:
+    """Return which choice an answer is the text of; None: of none."""
+    text = str(row.answer).strip()
+    return row.choices.index(text) if text in row.choices else None
+
+
+def _none_of_the_choices(row: _Asked) -> DataError:
+    many = len(row.choices)
+    letters = f"a letter (A to {chr(ord('A') + many - 1)}), an index (0 to {many - 1})"
+    known = f"one of {', '.join(row.labels)}" if row.labels else letters
+    return DataError(
+        f"{row.where}: the answer '{shorten(row.answer)}' is none of the {many} choices; write {known} or its text"
+    )
 
 
 class _Prompter:
@@ -251,7 +285,7 @@ class _Prompter:
         self._prefix = np.array(self._encoder.prefix if self.plain else [], dtype=np.int32)
         self._template: ChatTemplate | None = None if self.plain else chat_template(tokenizer, choice)
         self._system = task.system
-        self._shots = [(row.question, row.choices[_right(row)] if row.choices else str(row.answer)) for row in shots]
+        self._shots = [(row.question, row.choices[row.right] if row.choices else str(row.answer)) for row in shots]
 
     def prompt(self, row: _Asked) -> str:
         """Return the text up to where the answer begins."""
@@ -293,7 +327,6 @@ class _Prompter:
 def _choices(
     config: FinetuneConfig, name: str, rows: Sequence[_Asked], prompter: _Prompter, vocab_size: int, pad_id: int
 ) -> Choices:
-    right = [_right(row) for row in rows]
     flat = [(row, choice) for row in rows for choice in row.choices]
     prompts = {row.where: prompter.prompt(row) for row in rows}
     documents = prompter.documents([prompts[row.where] for row, _ in flat], [choice for _, choice in flat])
@@ -316,7 +349,7 @@ def _choices(
         pad_id=pad_id,
         first=np.cumsum([0, *(len(row.choices) for row in rows)]),
         characters=np.array([len(choice) for _, choice in flat]),
-        right=np.array(right),
+        right=np.array([row.right for row in rows]),
         subjects=tuple(row.subject for row in rows),
     )
 

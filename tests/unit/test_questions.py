@@ -52,6 +52,34 @@ def test_the_right_choice_by_letter_index_or_text(tmp_path: Path, answer: Any, r
         opened(tmp_path, rows)
 
 
+DIGITS, LETTERS = ["1", "2", "3", "4"], ["B", "A", "D"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "answers", "right"),
+    [
+        (DIGITS, ["2", "4"], [1, 3]),  # 4 is no index
+        (DIGITS, ["2", "0"], [2, 0]),  # 0 is no text
+        (DIGITS, [2, 0], [2, 0]),
+        (LETTERS, ["A", "D"], [1, 2]),
+        (LETTERS, ["A", "C"], [0, 2]),
+        (LETTERS, ["A", "A"], None),
+        (DIGITS, ["2"], None),
+        (DIGITS, ["2", "0", "4"], None),
+        ({"text": DIGITS, "label": list("2341")}, ["2"], [0]),
+    ],
+)
+def test_an_answer_that_is_the_letter_of_one_choice_and_the_text_of_another(
+    tmp_path: Path, choices: Any, answers: list[Any], right: list[int] | None
+) -> None:
+    rows = [{"question": "Which?", "choices": choices, "answer": answer} for answer in answers]
+    if right is not None:
+        assert opened(tmp_path, rows).right.tolist() == right
+        return
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the answer '[2A]' is the text of choice 2, and .* labels"):
+        opened(tmp_path, rows)
+
+
 def test_the_shapes_of_arc_and_of_tables(tmp_path: Path) -> None:
     arc = {"question": "Is it?", "choices": {"text": ["Yes", "No"], "label": ["1", "2"]}, "answerKey": "1"}
     found = opened(tmp_path, [arc], answer="answerKey")

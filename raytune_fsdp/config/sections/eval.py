@@ -57,7 +57,7 @@ class QuestionsConfig(SourceConfig):
     """Column with the question."""
 
     answer: str = "answer"
-    """Column with the right answer. With `choices`: its letter (A is the first), its index (0 is the first), its label or its text. With `exact`: the answer itself, or a solution that ends with it."""
+    """Column with the right answer. With `choices`: its letter (A is the first), its index (0 is the first), its label or its text; what could be two of these is decided by the other rows, or refused. With `exact`: the answer itself, or a solution that ends with it."""
 
     subject: str | None = "subject"
     """Column with the subject, each of which gets a curve of its own. Rows without it are fine. Null: the column is not read."""
