@@ -43,6 +43,13 @@ IDENTITY: dict[str, Any] = {
 SGD = {"optim.optimizer": {"type": "sgd", "momentum": 0.9, "nesterov": False}}
 SLOWER = {**SGD["optim.optimizer"], "momentum": 0.5}
 MUON = {"optim.optimizer": {"type": "muon", "momentum": 0.95}}
+
+
+def _orpo(weight: float) -> dict[str, Any]:
+    return {"type": "orpo", "beta": 0.1, "sft": {"weight": weight, "over": "all"}}
+
+
+ORPO = {"train.objective": _orpo(1.0)}
 KTO = {"type": "kto", "desirable_weight": "auto", "beta": 0.1}
 
 
@@ -58,10 +65,11 @@ KTO = {"type": "kto", "desirable_weight": "auto", "beta": 0.1}
         ),
         ({}, {"train.z_loss": 1e-4}, {"train.z_loss": (None, 1e-4)}),
         (
-            {},
-            {"train.objective": {"type": "dpo", "beta": 0.2, "sft": {"weight": 1.0, "over": "all"}}},
+            {"train.objective": {"type": "dpo", "beta": 0.1, "sft": {"weight": 0.0, "over": "answer"}}},
+            {"train.objective": {"type": "dpo", "beta": 0.2, "sft": {"weight": 1.0, "over": "answer"}}},
             {"train.objective.beta": (0.1, 0.2), "train.objective.sft.weight": (0.0, 1.0)},
         ),
+        (ORPO, {"train.objective": _orpo(0.5)}, {"train.objective.sft.weight": (1.0, 0.5)}),
         (SGD, {"optim.optimizer": SLOWER}, {"optim.optimizer.momentum": (0.9, 0.5)}),
         (
             MUON,
@@ -90,6 +98,8 @@ def test_what_may_change(before: dict[str, Any], now: dict[str, Any], changed: d
         ({}, {"run.seed": 1}, "run.seed"),
         ({}, {"train.objective": {**IDENTITY["train.objective"], "type": "ipo"}}, "train.objective.type"),
         ({}, {"train.objective": {"type": "dpo", "beta": 0.1, "sft": {"weight": 0.0, "over": "answer"}}}, "sft.over"),
+        (ORPO, {"train.objective": _orpo(0.0)}, "train.objective.sft.weight"),
+        ({"train.objective": _orpo(0.0)}, ORPO, "train.objective.sft.weight"),
         ({}, {"optim.groups": [{"match": "x"}]}, "optim.groups"),
         ({}, SGD, "optim.optimizer"),
         ({}, {"optim.optimizer": {"type": "adamw", "moments": "8bit"}}, "optim.optimizer"),

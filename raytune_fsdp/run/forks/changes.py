@@ -15,7 +15,8 @@ changed. The name and the path of its parent decide nothing."""
 
 MAY_CHANGE = (
     "a fork may change optim (but optimizer.type, optimizer.moments, groups, and whether sgd has a momentum), its "
-    "length, and the numbers of train.objective, label_smoothing, z_loss, router_aux_loss_coef and router_z_loss_coef"
+    "length, and the numbers of train.objective (but with sft.over=all not whether sft.weight is 0), label_smoothing, "
+    "z_loss, router_aux_loss_coef and router_z_loss_coef"
 )
 _COEFFICIENTS = {
     "train.label_smoothing", "train.z_loss", "train.router_aux_loss_coef", "train.router_z_loss_coef",
@@ -23,6 +24,7 @@ _COEFFICIENTS = {
 # An identity leaves optim.optimizer out if it is AdamW with moments as usual.
 _OF_STATE = {"optim.optimizer", "optim.optimizer.type", "optim.optimizer.moments", "optim.groups"}
 _MOMENTUM, _WITHOUT_STATE = "optim.optimizer.momentum", "sgd"
+_SFT_WEIGHT = "train.objective.sft.weight"
 _COUNTED = ("train.objective.desirable_weight", "auto")
 """A number that follows from the data."""
 
@@ -31,8 +33,15 @@ def allowed_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
     """Return what a fork changes of what it may, by dotted keys, with both values; None: not set."""
     chosen = before.get("optim.optimizer")
     optimizer = chosen.get("type") if isinstance(chosen, Mapping) else None
+    over = _over(before)
     differing = _differing(before, now)
-    return {key: (old, new) for key, old, new in differing if may_change(key, old, new, optimizer=optimizer)}
+    return {key: (old, new) for key, old, new in differing if may_change(key, old, new, optimizer=optimizer, over=over)}
+
+
+def _over(identity: Mapping[str, Any]) -> str | None:
+    objective = identity.get("train.objective")
+    term = objective.get("sft") if isinstance(objective, Mapping) else None
+    return term.get("over") if isinstance(term, Mapping) else None
 
 
 def with_allowed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,15 +76,18 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
             yield name, old, new
 
 
-def may_change(key: str, old: Any, new: Any, *, optimizer: str | None = None) -> bool:
+def may_change(key: str, old: Any, new: Any, *, optimizer: str | None = None, over: str | None = None) -> bool:
     """Return whether a fork may change an entry of its parent's identity from one value to another.
 
-    `optimizer`: the type that both have; None: any, so what may not change with one of them may not.
+    `optimizer`, `over`: the type, and the tokens of the cross-entropy, that both have; None: any, so what may not
+    change with one of them may not.
     """
     if key.startswith("optim."):
         # Without momentum SGD keeps no sum of gradients; Muon always keeps its mean.
         keeps = key != _MOMENTUM or optimizer not in (None, _WITHOUT_STATE) or bool(old) == bool(new)
         return key not in _OF_STATE and keeps
+    if key == _SFT_WEIGHT and over != "answer" and bool(old) != bool(new):
+        return False  # prompts become targets, or stop being any, so that other rows are bad, and packed
     if key.startswith("train.objective."):
         return not key.endswith(".type") and all(_is_numeric(each) or (key, each) == _COUNTED for each in (old, new))
     return key in _COEFFICIENTS

@@ -39,16 +39,19 @@ def scheduler_of(spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> Schedule
                 "train.max_steps in the base, or another scheduler.type"
             )
         _check_step("scheduler.every", rule.every, _evaluated_every(configs), last)
-        _check_changes(rule, spec)
+        _check_changes(rule, spec, configs)
         return Pbt(rule, spec.values, spec.highest, last)
     return ToTheEnd()
 
 
-def _check_changes(rule: PbtScheduler, spec: SweepSpec) -> None:
+def _check_changes(rule: PbtScheduler, spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> None:
     """Refuse fields that a member would change as a fork of another one, which no fork may change."""
+    terms = [getattr(config.train.objective, "sft", None) for config in configs]
+    tokens = {None if term is None else term.over for term in terms}
+    over = tokens.pop() if len(tokens) == 1 else None
     for field, values in spec.values.items():
         changes = field != "train.max_steps" and (rule.change is None or field in rule.change)
-        if changes and not may_change(field, values.items[0], values.items[-1]):
+        if changes and not may_change(field, values.items[0], values.items[-1], over=over):
             others = [each for each in spec.values if each != field]
             raise ConfigError(
                 f"space.{field} with scheduler.type=pbt: members go on as forks of others, and {MAY_CHANGE}: name in "
