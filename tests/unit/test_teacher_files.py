@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -33,7 +34,7 @@ from raytune_fsdp.data.teacher import (
 from raytune_fsdp.model.directory.tokenizer import digest_of, tokenizer_in
 from raytune_fsdp.plan.run_dir import cache_of
 from raytune_fsdp.run.teacher.find import check_possible, find_teacher, form_of
-from tests.runs import make_config
+from tests.runs import LLAMA, make_config
 from tests.unit.test_reference import micro_batch
 
 FORM = Form(top_k=3, temperature=1.5, dtype="fp32", vocabulary=64)
@@ -416,3 +417,28 @@ def test_a_teacher_that_is_not_there_is_called_what_the_config_calls_it(tmp_path
     written(own, *DOCUMENTS)
     with pytest.raises(ModelError, match=rf"; what it has predicted is in {own.directory}, which may be teacher.model"):
         find_teacher(config, config.teacher, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "said"),
+    [
+        ({"vocab_size": 63}, {}, "has rows for 63 tokens, and the run's tokenizer has ids up to 63: .* name a model"),
+        ({"network_function": "mine:build"}, {}, "needs a network of its maker's own, .*only model.path may have one"),
+        ({}, {"tensor": 4}, r": parallel.mesh.tensor=4: it must divide the 2 .* of a Llama"),
+        ({}, {"sequence": 3}, r": parallel.mesh.sequence=3: each rank computes"),
+    ],
+)
+def test_what_another_model_cannot_is_said_of_it_with_a_way_out_that_it_has(
+    tmp_path: Path, changes: dict[str, object], mesh: dict[str, int], said: str
+) -> None:
+    config = make_config(
+        tmp_path, train={"max_steps": 1, "objective": {"type": "distill"}}, teacher={"model": str(tmp_path / "big")},
+        parallel={"precision": "fp64", "mesh": mesh},
+    )  # fmt: skip
+    assert config.teacher is not None
+    shutil.copytree(tmp_path / "tokenizer", tmp_path / "big")
+    (tmp_path / "big" / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    tokenizer = tokenizer_in(tmp_path / "tokenizer", trust_remote_code=False)
+    with pytest.raises((ConfigError, ModelError), match=rf"^teacher.model={tmp_path / 'big'}:? ?{said}") as refused:
+        find_teacher(config, config.teacher, tokenizer)
+    assert "resize_embeddings" not in str(refused.value) and "set model.network" not in str(refused.value)

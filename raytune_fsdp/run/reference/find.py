@@ -12,12 +12,16 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError, first_line
+from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.data.sources.source import shorten
 from raytune_fsdp.model.attention.choose import positions_of
+from raytune_fsdp.model.directory.bounds import read_config
+from raytune_fsdp.model.directory.known_files import CONFIG_FILE
+from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
-from raytune_fsdp.model.network import build_network, fit_vocabulary, load_architecture
-from raytune_fsdp.run.network_checks import check_packed
+from raytune_fsdp.model.network import build_network, load_architecture
+from raytune_fsdp.run.network_checks import check_packed, check_shared
 from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.run.starting_weights import (
     AdapterFiles,
@@ -92,8 +96,14 @@ def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreT
         directory = model_directory(other)
         assert directory is not None, "it has a path"
         check_same_tokenizer(field, wanted, directory, tokenizer, trust_remote_code=config.model.trust_remote_code)
+        _check_own_network(field, wanted, directory)
         hf_config = load_architecture(model, directory)
-        fit_vocabulary(hf_config, vocabulary_of(tokenizer), resize=False)
+        known, rows = vocabulary_of(tokenizer), hf_config.get_text_config().vocab_size
+        if known > rows:
+            raise ModelError(
+                f"{field}={wanted} has rows for {rows} tokens, and the run's tokenizer has ids up to {known - 1}: it "
+                "says nothing of the others; name a model whose embedding has a row for each"
+            )
         if config.data.seq_len > (positions := positions_of(hf_config)):
             raise ConfigError(
                 f"{field}={wanted} knows {positions} positions, and data.seq_len is {config.data.seq_len}: lower "
@@ -102,6 +112,7 @@ def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreT
         network = build_network(copy.deepcopy(hf_config), other)
         needs = network_needs(other, hf_config, network)
         check_packed(other, network, needs)
+        check_shared(other, network, needs)
         return ReferenceModel(config=other, hf_config=hf_config, needs=needs, origin=find_origin(other, network, {}))
 
 
@@ -111,8 +122,20 @@ def _said_of(field: str, wanted: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ModelError) as error:
-        said = (str(each).replace(f"model.path={wanted}", f"{field}={wanted}") for each in error.args)
-        raise type(error)(*said) from error
+        named = f"{field}={wanted}"
+        first, *rest = (str(each).replace(f"model.path={wanted}", named) for each in error.args)
+        raise type(error)(first if named in first else f"{named}: {first}", *rest) from error
+
+
+def _check_own_network(field: str, wanted: str, directory: Path) -> None:
+    """Refuse a model that a function builds: `model.network` is of the run's own model."""
+    there = directory / CONFIG_FILE
+    function = function_in(read_config(directory)) if there.is_file() else None
+    if function is not None:
+        raise ModelError(
+            f"{field}={wanted} needs a network of its maker's own, which {shown(function)} builds, and only model.path "
+            "may have one (model.network): name another model"
+        )
 
 
 def check_same_tokenizer(
