@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
-from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.base.errors import DataError, OtherRunError
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.cache import remove
 from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, names_of
+from raytune_fsdp.model.attention.choose import KernelNeeds
+from raytune_fsdp.model.network import load_architecture
+from raytune_fsdp.run.reference import unchanged
+from raytune_fsdp.run.reference.network import decided_by
+from raytune_fsdp.run.starting_weights import ReferenceModel
+from tests.runs import make_config
 
 KEY = "0123456789abcdef0123456789abcdef"
 
@@ -113,3 +120,45 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="set data.cache.path to another directory") as refused:
         own.write(0, 0, names_of(micro_batch()), np.empty(0))
     assert "\n" not in str(refused.value)
+
+
+def model_of(directory: Path, **sections: Any) -> ReferenceModel:
+    """The start of a run, drawn at random."""
+    config = make_config(directory, **sections)
+    hf_config = load_architecture(config.model, None)
+    return ReferenceModel(config=config, hf_config=hf_config, needs=KernelNeeds(), origin=None, is_start=True)
+
+
+def decided(model: ReferenceModel) -> dict[str, Any]:
+    return decided_by(model, {"model.hidden_size": 32, "run.seed": 3}, None, None, alone=True)
+
+
+LORA = {"type": "lora", "target_modules": ["c_attn"]}
+
+
+def test_a_new_adapter_decides_values_where_a_network_with_it_computes_otherwise(tmp_path: Path) -> None:
+    plain = decided(model_of(tmp_path, method=LORA))
+    assert plain.keys() == {"architecture", "method", "weights", "adapter", "added"}, "keys stay what they were"
+    assert plain["method"] == {"type": "lora"}
+    assert decided(model_of(tmp_path, method={**LORA, "rank": 4, "alpha": 1, "target_modules": ["c_fc"]})) == plain
+    dora = decided(model_of(tmp_path, method={**LORA, "dora": True}))
+    assert dora != plain and decided(model_of(tmp_path, method={**LORA, "dora": True, "rank": 4})) == dora
+    assert decided(model_of(tmp_path, method={**LORA, "dora": True, "target_modules": ["c_fc"]})) != dora
+    begun = [decided(model_of(tmp_path, method={**LORA, "init": init})) for init in ("pissa", "olora")]
+    assert begun[0] != begun[1] != plain != begun[0]
+
+
+def test_a_run_that_an_older_version_began_goes_on_with_the_same_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unchanged, "on_rank0", lambda work, what: work())
+
+    def now(**method: Any) -> unchanged.Digest:
+        return unchanged.digest_now(model_of(tmp_path, method={**LORA, **method}), {}, {"device": "cpu"}, print)
+
+    dora, plain = now(dora=True), now()
+    assert dora.of != dora.older == plain.of == plain.older
+    unchanged.check_unchanged(dora.of, dora, "it")
+    unchanged.check_unchanged(dora.older, dora, "it")
+    with pytest.raises(OtherRunError, match="it: its files have changed"):
+        unchanged.check_unchanged(dora.of, plain, "it")

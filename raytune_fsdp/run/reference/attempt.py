@@ -134,7 +134,7 @@ def _of(
     """Return the digest of the reference: that of a run which goes on, if it still names the same one. Collective."""
     before = standing.state.identity.get(REFERENCE_OF)
     if before is None:
-        return digest_now(model, prepared.identity, how_computed(config, device), say)
+        return digest_now(model, prepared.identity, how_computed(config, device), say).of
     if not model.is_start or config.reference.when != "before":  # it is read now, and may be another model today
         _check_unchanged(config, prepared, model, str(before), device, say)
     return str(before)

@@ -33,6 +33,9 @@ from raytune_fsdp.run.trials.computation import check_computation, check_split_t
 from raytune_fsdp.run.trials.kernels import kernels_of
 from raytune_fsdp.step.precision import compute_dtype
 
+MORE = "more"
+"""What older versions did not know to decide values, where there is such. A run that they began goes on without."""
+
 
 def decided_by(
     reference: ReferenceModel,
@@ -62,8 +65,9 @@ def decided_by(
     else:
         architecture = {key: text[key] for key in text if key not in ("transformers_version", "_name_or_path", "dtype")}
     # A new adapter adds nothing, so its rank is nobody's business; but the kinds of method keep weights in other types.
-    method = named("method", config.method, exclude=("adapter",))
+    method, more = named("method", config.method, exclude=("adapter",)), {}
     if adapter is None and getattr(config.method, "init", "zero") == "zero":
+        more = _of_new_adapter(method)
         method = {key: value for key, value in method.items() if key in ("type", "quantization")}
     decided: dict[str, Any] = json.loads(
         json.dumps(
@@ -73,11 +77,20 @@ def decided_by(
                 "weights": {"seed": config.run.seed} if origin is None else _content(origin, alone=alone),
                 "adapter": None if adapter is None else digests(adapter.files, alone=alone),
                 "added": {} if origin is None else _added(origin),
+                **({MORE: more} if more else {}),
             },
             default=str,
         )
     )
     return decided
+
+
+def _of_new_adapter(method: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what else of a method decides what a network computes whose adapters are new."""
+    if not method.get("dora"):
+        return {}
+    # A layer's output is scaled by a length over the same length, computed anew: not always by exactly 1.
+    return {key: method[key] for key in ("dora", "target_modules", "modules_to_save")}
 
 
 def _added(origin: StartingWeights) -> dict[str, dict[str, list[int]]]:

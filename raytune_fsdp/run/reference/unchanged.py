@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,20 @@ from raytune_fsdp.base.errors import OtherRunError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.run.described import computed_on
 from raytune_fsdp.run.fetching import Say, brought
-from raytune_fsdp.run.reference.network import decided_by
+from raytune_fsdp.run.reference.network import MORE, decided_by
 from raytune_fsdp.run.starting_weights import ReferenceModel, fill_mode
 
 
-def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[str, Any], say: Say) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """Digests of a model and of how it computes, joined by a hyphen."""
+
+    of: str
+    older: str
+    """The same as older versions wrote it."""
+
+
+def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[str, Any], say: Say) -> Digest:
     """Return the digest of a model, and of how rank 0 computes with it, as they are now. Collective.
 
     `identity`: the run's.
@@ -28,7 +38,12 @@ def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[
     alone = fill_mode(model.config, origin, adapter) == "rank0"
     which = decided_by(model, identity, origin, adapter, alone=alone)
     same = on_rank0(lambda: how, what="find out what it computes with")
-    return "-".join(xxhash.xxh3_64_hexdigest(json.dumps(each, sort_keys=True).encode()) for each in (which, same))
+    older = {key: value for key, value in which.items() if key != MORE}
+    return Digest(of=f"{_hash(which)}-{_hash(same)}", older=f"{_hash(older)}-{_hash(same)}")
+
+
+def _hash(values: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def how_computed(config: FinetuneConfig, device: torch.device) -> dict[str, Any]:
@@ -43,9 +58,9 @@ def how_computed(config: FinetuneConfig, device: torch.device) -> dict[str, Any]
     }  # fmt: skip
 
 
-def check_unchanged(before: str, now: str, problem: str) -> None:
+def check_unchanged(before: str, now: Digest, problem: str) -> None:
     """Refuse another model than that of the digest from before, however either computes."""
-    if before.partition("-")[0] != now.partition("-")[0]:
+    if before.partition("-")[0] not in (now.of.partition("-")[0], now.older.partition("-")[0]):
         raise OtherRunError(
             f"{problem}: its files have changed since the run began; put these back, or choose another run.name"
         )

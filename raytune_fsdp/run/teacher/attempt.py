@@ -16,7 +16,7 @@ from raytune_fsdp.data.teacher import Lessons, Rest, TeacherFiles
 from raytune_fsdp.plan.identity import TEACHER_OF, TEACHER_VALUES
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.passes import places_of_run
-from raytune_fsdp.run.reference.unchanged import check_unchanged, digest_now, how_computed, same_values
+from raytune_fsdp.run.reference.unchanged import Digest, check_unchanged, digest_now, how_computed, same_values
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import TeacherModel
 from raytune_fsdp.run.teacher.passes import TeacherTask, complete, look
@@ -93,16 +93,16 @@ def _files(
     name = "" if config.teacher is None else redact(config.teacher.model)
     before = standing.state.identity.get(TEACHER_OF)
     if teacher.kept is not None:
-        of = teacher.kept.of
+        now = Digest(of=teacher.kept.of, older=teacher.kept.of)
     else:
         assert teacher.model is not None, "it has a model, or is kept"
         how = {key: value for key, value in how_computed(config, device).items() if key not in _BESIDE}
-        of = digest_now(teacher.model, prepared.identity, how, say)
+        now = digest_now(teacher.model, prepared.identity, how, say)
     if before is not None:
-        check_unchanged(str(before), of, f"teacher.model={name} is not the teacher that this run learns from")
+        check_unchanged(str(before), now, f"teacher.model={name} is not the teacher that this run learns from")
     if teacher.kept is not None:
         return teacher.kept
     return TeacherFiles.within(
-        prepared.train.cache.root, of=of if before is None else str(before), form=teacher.form,
+        prepared.train.cache.root, of=now.of if before is None else str(before), form=teacher.form,
         tokenizer=teacher.tokenizer, model=name,
     )  # fmt: skip
