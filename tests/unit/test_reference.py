@@ -148,6 +148,17 @@ def test_a_new_adapter_decides_values_where_a_network_with_it_computes_otherwise
     assert begun[0] != begun[1] != plain != begun[0]
 
 
+def test_layers_that_qlora_trains_whole_are_not_quantized_in_the_reference_either(tmp_path: Path) -> None:
+    precision = {"parallel": {"precision": "bf16"}}
+    plain = decided(model_of(tmp_path, method={**LORA, "type": "qlora"}, **precision))
+    assert plain["method"] == {"type": "qlora", "quantization": "nf4"} and "more" not in plain
+    ends = {**LORA, "type": "qlora", "modules_to_save": ["embed_tokens", "lm_head"]}
+    assert decided(model_of(tmp_path, method=ends, **precision)) == plain
+    inside = {**LORA, "type": "qlora", "modules_to_save": ["c_proj", "lm_head"]}
+    assert decided(model_of(tmp_path, method=inside, **precision)) != plain
+    assert decided(model_of(tmp_path, method={**inside, "type": "lora"}))["method"] == {"type": "lora"}
+
+
 def test_a_run_that_an_older_version_began_goes_on_with_the_same_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
