@@ -34,6 +34,7 @@ from raytune_fsdp.model.adapters.targets import is_expression
 from raytune_fsdp.model.directory.known_files import code_files
 from raytune_fsdp.model.directory.needed_code import ENTRY
 from raytune_fsdp.model.objective.own_loss import find_loss
+from raytune_fsdp.model.own_network import KEY as NETWORK
 from raytune_fsdp.model.own_network import find_network
 from raytune_fsdp.plan.identity import ABSENT, check_identity, named
 from raytune_fsdp.plan.run_dir import RunDir
@@ -138,8 +139,18 @@ def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed
         return {}
     if found.checkpoint is not None and not any(key.startswith(_CODE) for key in found.state.identity):
         return {}
+    return code_in(directory)
+
+
+def code_in(directory: Path) -> dict[str, str]:
+    """Return the hashes of the Python code in a model's directory, as an identity names them."""
     names = code_files(directory, links=True)
     return {f"{_CODE}{name}": xxhash.xxh3_128_hexdigest((directory / name).read_bytes()) for name in names}
+
+
+def code_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of an identity for the code of the model: what comes with it, or the user's network."""
+    return {key: value for key, value in identity.items() if key.startswith((_CODE, f"{NETWORK}_"))}
 
 
 def data_identity_of(train: Windows) -> dict[str, Any]:

@@ -419,6 +419,8 @@ class ReferenceModel:
     adapted: Collection[str] | None = None
     is_start: bool = False
     """Whether it is what the run itself starts from."""
+    code: Mapping[str, Any] = field(default_factory=dict)
+    """The hashes of its own code, if it has some, as an identity names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,15 @@ from raytune_fsdp.base.errors import ModelError, ResumeError
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.cli import data, export, generate, train
 from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.run.prepare import prepare
-from raytune_fsdp.run.resume import Resumed, code_of_model
+from raytune_fsdp.run.reference.find import other_model
+from raytune_fsdp.run.reference.network import decided_by
+from raytune_fsdp.run.resume import Resumed, code_of, code_of_model
 from tests.models import save_checkpoint
 from tests.runs import make_config
 from tests.unit.test_bad_input import flags
+from tests.unit.test_reference import model_of
 
 ROOT = Path(__file__).parents[2]
 OLDER = ROOT / "tests" / "fixtures" / "aae7294" / "runs" / "steps"
@@ -178,6 +182,42 @@ def test_such_code_belongs_to_the_run(model: Path, marker: Path, tmp_path: Path)
     (model / "parts.py").write_text("class Part: changed = True\n")
     with pytest.raises(ResumeError, match=r"model\.code\.parts\.py: was '\w+', is '\w+'"):
         prepare(config, 1)
+
+
+def test_code_of_another_model_belongs_to_what_it_says(
+    model: Path, marker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of a teacher or a reference are named by it. A model without code has the key that it had."""
+    monkeypatch.setattr("raytune_fsdp.run.reference.network._content", lambda *_, **__: {})
+    found, tokenizer = [], tokenizer_in(model, trust_remote_code=False)
+    config = make_config(tmp_path, model={"trust_remote_code": True})
+    shutil.copy(model / "config.json", tmp_path / "plain.json")
+    for what in ("plain", "infected", "changed"):
+        if what == "infected":
+            _infect(model, marker)
+        elif what == "changed":
+            (model / "parts.py").write_text("class Part: changed = True\n")
+        other = other_model(config, "teacher.model", str(model), tokenizer)
+        same = replace(other, hf_config=found[0][0].hf_config) if found else other
+        found.append((other, decided_by(same, {}, other.origin, None, alone=True)))
+    assert marker.exists() and [*found[1][0].code] == ["model.code.evil.py", "model.code.parts.py"]
+    keys = [key for _, key in found]
+    assert "more" not in keys[0] and keys[1]["more"] != keys[2]["more"]
+    assert all({name: key[name] for name in key if name != "more"} == keys[0] for key in keys)
+    silent = make_config(tmp_path, model={"trust_remote_code": False})
+    (model / "config.json").write_text((tmp_path / "plain.json").read_text())
+    assert other_model(silent, "teacher.model", str(model), tokenizer).code == {}
+
+
+def test_what_the_run_starts_from_names_its_code_once(tmp_path: Path) -> None:
+    code = {"model.code.evil.py": "1", "model.network_file": "2", "model.network_modules.mine": "3"}
+    assert code_of({**code, "model.network": "mine:build", "model.init": "pretrained", "run.seed": 1}) == code
+    start = replace(model_of(tmp_path), code=code)
+    assert "more" not in decided_by(start, code, None, None, alone=True)
+    bare = decided_by(replace(start, is_start=False), code, None, None, alone=True)
+    assert bare["more"] == {"code": code} and "more" not in decided_by(
+        replace(start, is_start=False, code={}), code, None, None, alone=True
+    )
 
 
 def test_code_in_the_cache_of_the_hub_is_found_through_its_links(tmp_path: Path) -> None:

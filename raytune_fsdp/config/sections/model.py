@@ -89,7 +89,8 @@ class ModelConfig(Section):
     """A head that takes the place of the one that predicts tokens. Null: the model predicts tokens."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models whose code you have read."""
+    """Run Python code that comes with the model, and with the models that `reference.model` and `teacher.model` name. Only for
+    models whose code you have read."""
 
     resize_embeddings: bool = False
     """Grow the embeddings if the tokenizer has more tokens than the model; new rows start as the mean of the old rows."""

@@ -12,7 +12,8 @@ from raytune_fsdp.config.rules import Section, model_place
 class TeacherConfig(Section):
     model: Annotated[str, AfterValidator(model_place)]
     """The teacher: a directory (an export, or what an earlier pass has kept), a checkpoint of another run, or a name on the
-    hub. Its tokenizer must be the run's."""
+    hub. Its tokenizer must be the run's. Python code that comes with it runs if `model.trust_remote_code` is set, and belongs to
+    the run."""
 
     top_k: int = Field(default=64, ge=1)
     """How many of the most likely tokens are kept for each token that is trained on; of all others, only their sum."""

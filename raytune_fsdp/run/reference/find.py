@@ -22,6 +22,7 @@ from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.run.network_checks import check_packed, check_shared
+from raytune_fsdp.run.resume import code_in, code_of
 from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.run.starting_weights import (
     AdapterFiles,
@@ -47,7 +48,7 @@ def compared(config: FinetuneConfig, prepared: RunInputs, directory: Path | None
         config=config, hf_config=prepared.hf_config, needs=prepared.needs,
         origin=prepared.origin or _begun(config, prepared),
         adapter=prepared.adapter or _adapter(config, prepared, directory),
-        added=prepared.added, adapted=prepared.adapted, is_start=True,
+        added=prepared.added, adapted=prepared.adapted, is_start=True, code=code_of(prepared.identity),
     )  # fmt: skip
     return replace(prepared, reference=find_reference(config, start, prepared.tokenizer))
 
@@ -113,7 +114,10 @@ def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreT
         needs = network_needs(other, hf_config, network)
         check_packed(other, network, needs)
         check_shared(other, network, needs)
-        return ReferenceModel(config=other, hf_config=hf_config, needs=needs, origin=find_origin(other, network, {}))
+        return ReferenceModel(
+            config=other, hf_config=hf_config, needs=needs, origin=find_origin(other, network, {}),
+            code=code_in(directory) if model.trust_remote_code else {},
+        )  # fmt: skip
 
 
 @contextmanager

@@ -69,6 +69,8 @@ def decided_by(
     if adapter is None and getattr(config.method, "init", "zero") == "zero":
         more = _of_new_adapter(method)
         method = {key: value for key, value in method.items() if key in ("type", "quantization")}
+    if reference.code and not reference.is_start:  # the run's own is in `architecture`
+        more = {**more, "code": reference.code}
     decided: dict[str, Any] = json.loads(
         json.dumps(
             {
