@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DamagedError, DataError
 from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.data.windows import Windows
-from raytune_fsdp.plan.identity import REFERENCE_OF
+from raytune_fsdp.plan.identity import REFERENCE_ALSO, REFERENCE_OF, REFERENCE_VALUES
 
 logger = logging.getLogger(__name__)
 
@@ -199,17 +199,28 @@ def given_of(identity: Mapping[str, Any], datasets: Mapping[str, Windows]) -> Gi
     """
     found: list[tuple[Names, Values]] = []
     of = identity.get(REFERENCE_OF)
+    every = [of, *(identity.get(REFERENCE_ALSO) or ())]
     for name, windows in datasets.items():
         if of is None or windows.kind is None:
             continue
-        files = ReferenceFiles.of(windows, {"of": of})
+        files = [ReferenceFiles.of(windows, {"of": each}) for each in every]
         for k in range(windows.count(0)):
-            part = files.read(0, k)
+            part = _used(files, k, identity.get(REFERENCE_VALUES) or {})
             if part is None:
                 logger.warning(
                     "what the reference says of %s is not kept in %s, so only log-probabilities are measured: the "
-                    "run's own evaluations compute it", name, files.directory,
+                    "run's own evaluations compute it", name, files[0].directory,
                 )  # fmt: skip
                 return None
             found.append(part)
     return Given(Known.of(found)) if found else None
+
+
+def _used(every: Sequence[ReferenceFiles], k: int, values: Mapping[str, str]) -> tuple[Names, Values] | None:
+    """Return what a run knows of a window of an evaluation, in whichever of these files its attempts have kept it.
+
+    `values`: the digests of all that it has used, by file.
+    """
+    wanted = next((values[files.name(0, k)] for files in every if files.name(0, k) in values), None)
+    parts = (files.read(0, k) for files in every)
+    return next((part for part in parts if part is not None and wanted in (None, digest_of_values(*part))), None)

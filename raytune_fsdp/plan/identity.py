@@ -83,10 +83,11 @@ _GONE = re.compile(
 """Keys that identities have had and that say nothing of a run: how a base was quantized whose weights are drawn at
 random, the columns that `train.loss_columns` names already, and modules that are none of the user's."""
 
-REFERENCE_OF, REFERENCE_VALUES = "reference.of", "reference.values"
-"""Entries that ranks add: which model the reference is and how it computes, and digests of what it has said, by file.
-They are compared when the ranks have them (run/reference/)."""
-TEACHER_OF, TEACHER_VALUES = "teacher.of", "teacher.values"
+REFERENCE_OF, REFERENCE_ALSO, REFERENCE_VALUES = "reference.of", "reference.also", "reference.values"
+"""Entries that ranks add: which model the reference is and how it computed when the run began; the same of later
+attempts that computed otherwise, if some did; and digests of what it has said, by file. They are compared when the
+ranks have them (run/reference/)."""
+TEACHER_OF, TEACHER_ALSO, TEACHER_VALUES = "teacher.of", "teacher.also", "teacher.values"
 """The same of a teacher (run/teacher/)."""
 
 _DECIDING = {
@@ -135,7 +136,7 @@ def check_identity(
 
     `rule`: what is said before the differences, if not that none may be there.
     """
-    known_later = (REFERENCE_OF, REFERENCE_VALUES, TEACHER_OF, TEACHER_VALUES)
+    known_later = (REFERENCE_OF, REFERENCE_ALSO, REFERENCE_VALUES, TEACHER_OF, TEACHER_ALSO, TEACHER_VALUES)
     before = {key: value for key, value in before.items() if not _GONE.fullmatch(key) and key not in known_later}
     for key, what in _VERSIONS.items():
         if before.get(key) != now.get(key):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from raytune_fsdp.base.batch import IGNORE, Cursor, MicroBatch, PackedSample
-from raytune_fsdp.base.errors import DataError, OtherRunError
+from raytune_fsdp.base.errors import DataError, OtherRunError, ResumeError
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.cache import remove
-from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, names_of
+from raytune_fsdp.data.reference import Given, Known, ReferenceFiles, digest_of_values, given_of, names_of
 from raytune_fsdp.model.attention.choose import KernelNeeds
 from raytune_fsdp.model.network import load_architecture
-from raytune_fsdp.run.reference import unchanged
+from raytune_fsdp.plan.identity import REFERENCE_ALSO, REFERENCE_OF, REFERENCE_VALUES
+from raytune_fsdp.run.reference import passes, unchanged
 from raytune_fsdp.run.reference.network import decided_by
 from raytune_fsdp.run.starting_weights import ReferenceModel
 from tests.runs import make_config
@@ -173,3 +177,96 @@ def test_a_run_that_an_older_version_began_goes_on_with_the_same_reference(
     unchanged.check_unchanged(dora.older, dora, "it")
     with pytest.raises(OtherRunError, match="it: its files have changed"):
         unchanged.check_unchanged(dora.of, plain, "it")
+
+
+OLD, NEW = (files(Path(), each * 32) for each in "ab")
+NAMES, VALUES = names_of(micro_batch(([5, 6, 7], 2, 0), ([5, 6, 8], 1, 0))), np.array([-1.0, -2.0])
+
+
+def task_of(root: Path, recorded: Mapping[str, str], places: Sequence[passes.Place]) -> passes.Task:
+    """What a run asks that has gone on elsewhere."""
+    found = [replace(each, root=root) for each in (OLD, NEW)]
+    return passes.Task(name="it", windows=cast(Any, None), places=places, files=found, recorded=recorded)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray[Any, Any]]:
+    """What the passes of one rank find, in place of a model."""
+    values: list[np.ndarray[Any, Any]] = []
+    monkeypatch.setattr(passes, "on_rank0", lambda work, what: work())
+    monkeypatch.setattr(passes.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(passes, "_of_window", lambda *_: (NAMES, values.pop()))
+    return values
+
+
+def compute(task: passes.Task) -> None:
+    network, nothing = cast(Any, torch.nn.Identity()), cast(Any, None)
+    passes.compute(
+        task, network, nothing, micro_batch=1, layout=nothing, device=torch.device("cpu"), say=lambda _: None
+    )
+
+
+def test_what_is_computed_elsewhere_is_kept_as_that(tmp_path: Path, computed: list[np.ndarray[Any, Any]]) -> None:
+    """A longer run on another machine: a file there that another run has left decides nothing."""
+    old, new = (replace(each, root=tmp_path) for each in (OLD, NEW))
+    for window in (0, 1):
+        old.write(0, window, NAMES, VALUES)
+    recorded = {old.name(0, 0): digest_of_values(NAMES, VALUES)}
+    task = task_of(tmp_path, recorded, [(0, 0), (0, 1)])
+    passes.look(task)
+    assert task.lacking == [(0, 1)] and not task.uses_now
+    computed.append(VALUES + 1e-9)
+    compute(task)
+    assert [path.name for path in new.directory.glob("*.values")] == ["e000-w00000001.values"] and task.uses_now
+    assert task.digests.keys() == {old.name(0, 0), new.name(0, 1)}
+    back = replace(task_of(tmp_path, task.checked(task.digests), task.places), files=task.files[::-1])
+    passes.look(back)  # where the run began
+    assert not back.lacking and back.digests == task.digests
+
+
+def test_lost_values_that_come_out_otherwise_are_kept_nowhere(
+    tmp_path: Path, computed: list[np.ndarray[Any, Any]]
+) -> None:
+    """So the run goes on again where it began."""
+    old = replace(OLD, root=tmp_path)
+    task = task_of(tmp_path, {old.name(0, 0): digest_of_values(NAMES, VALUES)}, [(0, 0)])
+    passes.look(task)
+    computed += [VALUES, VALUES + 1e-9]
+    with pytest.raises(ResumeError, match=rf"{old.name(0, 0)}: .* are not those that this run began with"):
+        compute(task)
+    assert not list(tmp_path.rglob("*.values"))
+    compute(task)
+    assert not task.lacking and task.digests == task.recorded and not old.directory.exists()
+    again = task_of(tmp_path, task.recorded, [(0, 0)])
+    passes.look(again)
+    assert not again.lacking and again.digests == again.recorded and again.uses_now
+
+
+def test_a_run_knows_by_which_digests_its_values_are_kept() -> None:
+    begun = unchanged.Kept.of(None, None, "model-old")
+    assert begun.every == ["model-old"] and begun.record("of", "also", used=True) == {"of": "model-old"}
+    moved = unchanged.Kept.of("model-old", None, "new")
+    assert moved.every == ["model-old", "model-new"]
+    assert moved.record("of", "also", used=False) == {"of": "model-old"}, "what has computed nothing is not on record"
+    assert moved.record("of", "also", used=True) == {"of": "model-old", "also": ["model-new"]}
+    back = unchanged.Kept.of("model-old", ["model-new"], "other-old")
+    assert back.every == ["model-new", "model-old"]
+    assert back.record("of", "also", used=True) == {"of": "model-old", "also": ["model-new"]}
+
+
+def test_an_evaluation_finds_what_any_attempt_has_kept(tmp_path: Path) -> None:
+    place = {"fingerprint": "f", "names": ["it"], "cache": SimpleNamespace(root=tmp_path)}
+    windows = cast(Any, SimpleNamespace(**place, kind="preference", count=lambda _: 2))
+    old, new = (ReferenceFiles.of(windows, {"of": of}) for of in ("model-old", "model-new"))
+    old.write(0, 0, NAMES, VALUES)
+    new.write(0, 1, NAMES[:0], VALUES[:0])
+    old.write(0, 1, NAMES, VALUES)  # another run's
+    values = {
+        old.name(0, 0): digest_of_values(NAMES, VALUES), new.name(0, 1): digest_of_values(NAMES[:0], VALUES[:0]),
+    }  # fmt: skip
+    identity = {REFERENCE_OF: "model-old", REFERENCE_ALSO: ["model-new"], REFERENCE_VALUES: values}
+    found = given_of(identity, {"it": windows})
+    assert found is not None and len(found.known.names) == 2
+    (new.directory / "e000-w00000001.values").unlink()
+    assert given_of(identity, {"it": windows}) is None
+    assert given_of({REFERENCE_OF: "model-old"}, {"it": windows}) is not None, "as older checkpoints say it"

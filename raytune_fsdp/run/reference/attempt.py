@@ -12,16 +12,15 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.data.reference import Given, Known, ReferenceFiles
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
-from raytune_fsdp.plan.identity import REFERENCE_OF, REFERENCE_VALUES
+from raytune_fsdp.plan.identity import REFERENCE_ALSO, REFERENCE_OF, REFERENCE_VALUES
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.during import is_within
 from raytune_fsdp.run.reference.network import build_reference, let_go
 from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
-from raytune_fsdp.run.reference.unchanged import check_unchanged, digest_now, how_computed, same_values
+from raytune_fsdp.run.reference.unchanged import Kept, check_unchanged, digest_now, digest_of_how, how_computed
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import ReferenceModel
 
@@ -31,8 +30,8 @@ class Reference:
     """The reference of an attempt: what of it is there, and what a pass has to compute."""
 
     standing: ResumePoint
-    of: str
-    """A digest of everything that decides its values but the data."""
+    kept: Kept
+    """By which digests of everything that decides its values, but the data, they are kept."""
     tasks: list[Task]
     say: Say
     device: torch.device
@@ -59,24 +58,21 @@ class Reference:
                 )  # fmt: skip
         self.seconds += time.perf_counter() - started
         if self.is_complete:
-            self.record = {REFERENCE_OF: self.of, **({REFERENCE_VALUES: self._checked()} if self.tasks else {})}
+            self.record = self._record()
 
     def given(self) -> Given | None:
         """Return its values; None: every step asks for its own."""
         return Given(Known.of((task.known.names, task.known.values) for task in self.tasks)) if self.tasks else None
 
-    def _checked(self) -> dict[str, str]:
-        """Return the digests of all values that the run has ever used, by file. Refuse others than checkpoints name."""
-        return same_values(
-            self.standing.state.identity.get(REFERENCE_VALUES),
-            {name: digest for task in self.tasks for name, digest in task.digests.items()},
-            self.tasks[0].files.root / REFERENCE, "these log-probabilities of the reference",
-        )  # fmt: skip
+    def _record(self) -> dict[str, Any]:
+        found = self.kept.record(REFERENCE_OF, REFERENCE_ALSO, used=any(task.uses_now for task in self.tasks))
+        digests = {name: digest for task in self.tasks for name, digest in task.digests.items()}
+        return {**found, **({REFERENCE_VALUES: self.tasks[0].checked(digests)} if self.tasks else {})}
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the event that describes it."""
         return {
-            "path": str(self.tasks[0].files.directory), "documents": sum(len(task.known.names) for task in self.tasks),
+            "path": str(self.tasks[0].now.directory), "documents": sum(len(task.known.names) for task in self.tasks),
             "windows": sum(len(task.places) for task in self.tasks), "computed": self.computed,
             "seconds": round(self.seconds, 2),
         }  # fmt: skip
@@ -92,17 +88,20 @@ def open_reference(
     model, kept = prepared.reference, config.reference.when == "before"
     if model is None or (not kept and is_within(config)):
         return None
-    of = _of(config, prepared, standing, model, device, say)
+    by, recorded = _kept(config, prepared, standing, model, device, say), standing.state.identity.get(REFERENCE_VALUES)
     tasks = [
-        Task(name=name, windows=windows, places=places, files=ReferenceFiles.of(windows, {"of": of}))
+        Task(
+            name=name, windows=windows, places=places, recorded=recorded if isinstance(recorded, dict) else {},
+            files=[ReferenceFiles.of(windows, {"of": of}) for of in by.every],
+        )
         for name, windows, places in (_data(config, prepared, standing) if kept else ())
-    ]
+    ]  # fmt: skip
     for task in tasks:
         look(task)
-    found = Reference(standing=standing, of=of, tasks=tasks, say=say, device=device)
+    found = Reference(standing=standing, kept=by, tasks=tasks, say=say, device=device)
     if not found.is_complete and not (model.is_start and standing.checkpoint is None):
-        if model.is_start:  # of another model `_of` has hashed the files already
-            _check_unchanged(config, prepared, model, of, device, say)
+        if model.is_start:  # of another model `_kept` has hashed the files already
+            _check_unchanged(config, prepared, model, by.first, device, say)
         network, objective = build_reference(model, prepared, standing, device, say)
         found.complete(network, objective)
         del network
@@ -123,21 +122,24 @@ def _data(
             yield name, windows, places_of_evaluation(windows)
 
 
-def _of(
+def _kept(
     config: FinetuneConfig,
     prepared: RunInputs,
     standing: ResumePoint,
     model: ReferenceModel,
     device: torch.device,
     say: Say,
-) -> str:
-    """Return the digest of the reference: that of a run which goes on, if it still names the same one. Collective."""
-    before = standing.state.identity.get(REFERENCE_OF)
+) -> Kept:
+    """Return by which digests of the reference its values are kept, if it is still the same one. Collective."""
+    identity, how = standing.state.identity, how_computed(config, device)
+    before = identity.get(REFERENCE_OF)
     if before is None:
-        return digest_now(model, prepared.identity, how_computed(config, device), say).of
-    if not model.is_start or config.reference.when != "before":  # it is read now, and may be another model today
-        _check_unchanged(config, prepared, model, str(before), device, say)
-    return str(before)
+        now = digest_now(model, prepared.identity, how, say).of
+    else:
+        if not model.is_start or config.reference.when != "before":  # it is read now, and may be another model today
+            _check_unchanged(config, prepared, model, str(before), device, say)
+        now = digest_of_how(how)
+    return Kept.of(before, identity.get(REFERENCE_ALSO), now)
 
 
 def _check_unchanged(

@@ -7,7 +7,7 @@ window, and so never on the number of ranks. A pass that was killed goes on with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from raytune_fsdp.base.batch import Cursor, MicroBatch
 from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.data.batches import filler, to_batch
+from raytune_fsdp.data.cache import REFERENCE
 from raytune_fsdp.data.reference import Known, Names, ReferenceFiles, Values, digest_of_values, names_of
 from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.stream import Stream
@@ -27,6 +28,7 @@ from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.plan.plan import Layout, Plan
+from raytune_fsdp.run.reference.unchanged import same_values
 from raytune_fsdp.step.parallel import evaluating
 
 Place = tuple[int, int]
@@ -42,12 +44,39 @@ class Task:
     name: str
     windows: Windows
     places: Sequence[Place]
-    files: ReferenceFiles
+    files: Sequence[ReferenceFiles]
+    """Those of earlier attempts, if they computed otherwise, and at the end those of this one."""
+    recorded: Mapping[str, str] = field(default_factory=dict)
+    """The digests of the values that the run has used, by file."""
     lacking: list[Place] = field(default_factory=list)
     """Those without a file."""
     known: Known = field(default_factory=lambda: Known.of(()))
     digests: dict[str, str] = field(default_factory=dict)
     """Of the values in each file, by its name."""
+    uses_now: bool = False
+    """Whether values are in files of this attempt."""
+
+    @property
+    def now(self) -> ReferenceFiles:
+        """Those of this attempt."""
+        return self.files[-1]
+
+    def of(self, place: Place) -> ReferenceFiles:
+        """Return the files by which a window's values are recorded. A new one's are those of this attempt: what others
+        have left decides nothing."""
+        return next((each for each in self.files if each.name(*place) in self.recorded), self.now)
+
+    def read(self, place: Place) -> tuple[ReferenceFiles, tuple[Names, Values]] | None:
+        """Return what is known of a window, and from where: lost values may have been computed again."""
+        for files in (self.of(place), self.now):
+            if (found := files.read(*place)) is not None:
+                return files, found
+        return None
+
+    def checked(self, digests: Mapping[str, str]) -> dict[str, str]:
+        """Return the digests of all values that the run has ever used. Refuse others than checkpoints name."""
+        what = "these log-probabilities of the reference"
+        return same_values(self.recorded, digests, self.now.root / REFERENCE, what)
 
 
 def places_of_run(windows: Windows, plan: Plan, seed: int) -> list[Place]:
@@ -77,19 +106,22 @@ def look(task: Task) -> None:
     A damaged file counts as none, and is replaced.
     """
 
-    def read() -> tuple[Known, list[Place], dict[str, str]]:
+    def read() -> tuple[Known, list[Place], dict[str, str], bool]:
         parts: list[tuple[Names, Values]] = []
-        lacking, digests = [], {}
+        lacking, digests, uses_now = [], {}, False
         for place in task.places:
-            part = task.files.read(*place)
-            if part is None:
+            found = task.read(place)
+            if found is None:
                 lacking.append(place)
             else:
+                files, part = found
                 parts.append(part)
-                digests[task.files.name(*place)] = digest_of_values(*part)
-        return Known.of(parts), lacking, digests
+                digests[task.of(place).name(*place)] = digest_of_values(*part)
+                uses_now |= files is task.now
+        return Known.of(parts), lacking, digests, uses_now
 
-    task.known, task.lacking, task.digests = on_rank0(read, what="read the log-probabilities of the reference")
+    found = on_rank0(read, what="read the log-probabilities of the reference")
+    task.known, task.lacking, task.digests, task.uses_now = found
 
 
 def compute(
@@ -113,9 +145,11 @@ def compute(
                     "weights or parallel.precision are not fit for this data; try parallel.precision=bf16, or another "
                     "reference.model"
                 )
-            on_rank0(lambda: task.files.write(*place, names, values), what="keep what the reference said")  # noqa: B023
-            task.known = task.known.with_new(names, values)
-            task.digests[task.files.name(*place)] = digest_of_values(names, values)
+            digest = {task.of(place).name(*place): digest_of_values(names, values)}
+            task.checked(digest)  # before anything is kept
+            on_rank0(lambda: task.now.write(*place, names, values), what="keep what the reference said")  # noqa: B023
+            task.known, task.digests = task.known.with_new(names, values), task.digests | digest
+            task.uses_now = True
             task.lacking.remove(place)
             if dist.get_rank() == 0 and time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()

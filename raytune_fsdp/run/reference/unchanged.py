@@ -29,6 +29,37 @@ class Digest:
     """The same as older versions wrote it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """By which digests of a model, and of how it computes, what it has said is kept for a run."""
+
+    first: str
+    """That with which the run began."""
+    also: tuple[str, ...] = ()
+    """Those of later attempts that computed something where one computes otherwise."""
+    now: str
+    """That of this attempt. Whatever it computes is kept by this, so no other run takes it for what it is not."""
+
+    @classmethod
+    def of(cls, first: Any, also: Any, now: str) -> Kept:
+        """Return those of a run whose checkpoint has these entries. `now`: a digest, or of how is computed alone."""
+        if not isinstance(first, str):
+            return cls(first=now, now=now)
+        which, _, _ = first.partition("-")
+        others = also if isinstance(also, list) else []
+        return cls(first=first, also=tuple(map(str, others)), now=f"{which}-{now.rpartition('-')[2]}")
+
+    @property
+    def every(self) -> list[str]:
+        """All of them; that of this attempt is the last."""
+        return [*(each for each in (self.first, *self.also) if each != self.now), self.now]
+
+    def record(self, of: str, also: str, *, used: bool) -> dict[str, Any]:
+        """Return the entries of a checkpoint. `used`: whether something is kept by that of this attempt."""
+        more = [self.now] if used and self.now not in (self.first, *self.also) else []
+        return {of: self.first, **({also: [*self.also, *more]} if self.also or more else {})}
+
+
 def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[str, Any], say: Say) -> Digest:
     """Return the digest of a model, and of how rank 0 computes with it, as they are now. Collective.
 
@@ -37,9 +68,13 @@ def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[
     origin, adapter = brought(model.config, model.origin, model.adapter, say)
     alone = fill_mode(model.config, origin, adapter) == "rank0"
     which = decided_by(model, identity, origin, adapter, alone=alone)
-    same = on_rank0(lambda: how, what="find out what it computes with")
-    older = {key: value for key, value in which.items() if key != MORE}
-    return Digest(of=f"{_hash(which)}-{_hash(same)}", older=f"{_hash(older)}-{_hash(same)}")
+    same, older = digest_of_how(how), {key: value for key, value in which.items() if key != MORE}
+    return Digest(of=f"{_hash(which)}-{same}", older=f"{_hash(older)}-{same}")
+
+
+def digest_of_how(how: Mapping[str, Any]) -> str:
+    """Return the digest of how rank 0 computes. Collective."""
+    return _hash(on_rank0(lambda: how, what="find out what it computes with"))
 
 
 def _hash(values: Mapping[str, Any]) -> str:
