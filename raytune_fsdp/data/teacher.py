@@ -117,6 +117,7 @@ class KeptPart:
     """A file, and which documents' predictions are where in it."""
 
     name: str
+    path: Path
     table: Table
     starts: np.ndarray[Any, np.dtype[np.int64]]
     """The first byte of each document, and the end of the file."""
@@ -231,11 +232,9 @@ class TeacherFiles:
         hashed = xxhash.xxh3_128(head)
         for data in said:
             hashed.update(data)
-        part = KeptPart(
-            name=hashed.hexdigest(), table=table, starts=np.cumsum([len(head), *map(len, said)], dtype=np.int64)
-        )
-        self._put(self.path(part.name), head, *said)
-        return part
+        name, starts = hashed.hexdigest(), np.cumsum([len(head), *map(len, said)], dtype=np.int64)
+        self._put(self.path(name), head, *said)
+        return KeptPart(name=name, path=self.path(name), table=table, starts=starts)
 
     def open(self, part: str) -> KeptPart | None:
         """Return a part after verifying all of it; None if it is missing, damaged, renamed or another teacher's."""
@@ -270,7 +269,7 @@ class TeacherFiles:
         starts = np.concatenate([[0], np.cumsum(sizes)]) + first + len(data)
         if starts[-1] != size or is_hollow(path, os.fstat(handle)) or _digest(handle, size) != part:
             return None
-        return KeptPart(name=part, table=table, starts=starts)
+        return KeptPart(name=part, path=path, table=table, starts=starts)
 
     def read_window(self, fingerprint: str, epoch: int, k: int) -> WindowSaid | None:
         """Return what is known of a window of these; None if its file is missing, damaged or another's."""
@@ -399,6 +398,20 @@ class Lessons:
             self.parts.append(part)
             self._first.append(self._first[-1] + len(part.table))
 
+    def add_documents(self, parts: Sequence[KeptPart], names: Names) -> None:
+        """Add what these parts say of these documents, and not of others."""
+        if not parts:
+            return
+        for part in parts:
+            if all(part.name != each.name for each in self.parts):
+                self.parts.append(part)
+                self._first.append(self._first[-1] + len(part.table))
+        first = {part.name: number for part, number in zip(self.parts, self._first, strict=False)}
+        numbers = np.concatenate([np.arange(len(part.table)) + first[part.name] for part in parts])
+        found, rows = np.unique(np.concatenate([part.table["name"] for part in parts]), return_index=True)
+        new = Known.of([(names, np.zeros(len(names)))]).has(found) & ~self.known.has(found)
+        self.known = self.known.with_new(found[new], numbers[rows][new])
+
     def place(self, number: int) -> tuple[KeptPart, int]:
         """Return the part and the row in it of a document."""
         at = bisect_right(self._first, number) - 1
@@ -433,7 +446,7 @@ class Lessons:
     def _bytes(self, part: KeptPart, row: int) -> bytes:
         """Return the bytes of a document."""
         first, end = int(part.starts[row]), int(part.starts[row + 1])
-        path = self.files.path(part.name)
+        path = part.path
         try:
             data = _read(self._handle(path, part.name), end - first, first)
         except (OSError, ValueError) as error:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +18,15 @@ import torch
 import xxhash
 
 from raytune_fsdp.base.batch import StepBatches
-from raytune_fsdp.base.errors import ConfigError, DamagedError, DataError, ModelError, RowError, TransientError
+from raytune_fsdp.base.errors import (
+    ConfigError,
+    DamagedError,
+    DataError,
+    ModelError,
+    ResumeError,
+    RowError,
+    TransientError,
+)
 from raytune_fsdp.data.batches import filler
 from raytune_fsdp.data.cache import remove
 from raytune_fsdp.data.reference import names_of
@@ -32,7 +42,11 @@ from raytune_fsdp.data.teacher import (
     rest_of,
 )
 from raytune_fsdp.model.directory.tokenizer import digest_of, tokenizer_in
+from raytune_fsdp.plan.identity import TEACHER_ALSO, TEACHER_OF, TEACHER_VALUES
 from raytune_fsdp.plan.run_dir import cache_of
+from raytune_fsdp.run.reference.unchanged import Kept
+from raytune_fsdp.run.starting_weights import TeacherModel
+from raytune_fsdp.run.teacher import attempt, passes
 from raytune_fsdp.run.teacher.find import check_possible, find_teacher, form_of
 from tests.runs import LLAMA, make_config
 from tests.unit.test_reference import micro_batch
@@ -442,3 +456,101 @@ def test_what_another_model_cannot_is_said_of_it_with_a_way_out_that_it_has(
     with pytest.raises((ConfigError, ModelError), match=rf"^teacher.model={tmp_path / 'big'}:? ?{said}") as refused:
         find_teacher(config, config.teacher, tokenizer)
     assert "resize_embeddings" not in str(refused.value) and "set model.network" not in str(refused.value)
+
+
+class Elsewhere:
+    """A run over two windows, of which documents 0 and 1, and 1 and 2, are, on one rank without a model."""
+
+    DOCUMENTS = (([5, 6, 7], 2, 0), ([5, 6, 8, 9], 3, 0), ([7, 8, 9], 1, 0))
+    WINDOWS = {(0, 0): DOCUMENTS[:2], (0, 1): DOCUMENTS[1:]}
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.asked, self.seed = root, [], 0
+        for module in (attempt, passes):
+            monkeypatch.setattr(module, "on_rank0", lambda work, what: work())
+            monkeypatch.setattr(module, "places_of_run", lambda *_: [*self.WINDOWS], raising=False)
+        monkeypatch.setattr(passes, "on_all_ranks", lambda work: [work()])
+        monkeypatch.setattr(passes, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+        monkeypatch.setattr(passes, "_contents", lambda windows, place, _: self.contents(place))
+        monkeypatch.setattr(attempt, "complete", self.complete)
+        monkeypatch.setattr(attempt, "_kept", lambda *_: self.kept)
+
+    def contents(self, place: passes.Place) -> passes.Contents:
+        names, none = names_of(micro_batch(*self.WINDOWS[place]), grouped=False), np.zeros(2, dtype=np.int64)
+        return passes.Contents(names=names, targets=none, datasets=none, batches=none)
+
+    def complete(self, task: passes.TeacherTask, *_: object) -> None:
+        """Ask about whole windows. What is predicted depends on the seed."""
+        for place in task.lacking:
+            self.asked.append(place)
+            part = task.files.open(written(task.files, *self.WINDOWS[place], seed=self.seed)[0])
+            assert part is not None
+            task.parts[part.name] = part
+            task.lessons.add([part])
+            passes._settle(task, place, self.contents(place), must=True)
+        task.learn()
+
+    def open(self, now: str, identity: dict[str, Any] | None = None) -> attempt.Teacher:
+        record = identity or {}
+        self.asked, self.kept = [], Kept.of(record.get(TEACHER_OF), record.get(TEACHER_ALSO), now)
+        teacher = TeacherModel(model=None, kept=None, form=FORM, tokenizer="abc")
+        train = SimpleNamespace(fingerprint="f" * 32, names=["it"], cache=SimpleNamespace(root=self.root))
+        plan = SimpleNamespace(division=SimpleNamespace(micro_batch=1))
+        found = attempt.open_teacher(
+            make_config(self.root / "config"), cast(Any, SimpleNamespace(teacher=teacher, train=train)),
+            cast(Any, SimpleNamespace(plan=plan, state=SimpleNamespace(identity=record))), torch.device("cpu"), print,
+        )  # fmt: skip
+        assert found is not None
+        return found
+
+    def learned(self, found: attempt.Teacher) -> list[bytes]:
+        names = names_of(micro_batch(*self.DOCUMENTS), grouped=False)
+        return [found.lessons.read(names[number : number + 1]).to_bytes(FORM) for number in range(3)]
+
+    def stored(self, of: str) -> TeacherFiles:
+        return TeacherFiles.within(self.root, of=of, form=FORM, tokenizer="abc", model="")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    return Elsewhere(tmp_path, monkeypatch)
+
+
+def test_what_is_asked_elsewhere_is_kept_as_that(run: Elsewhere) -> None:
+    """A longer run on another machine: what another run has left of the first one decides nothing."""
+    begun = run.open("model-old")
+    plain = [f"{'f' * 32}/e000-w0000000{window}" for window in (0, 1)]
+    assert run.asked == [(0, 0), (0, 1)] and begun.record[TEACHER_VALUES].keys() == {*plain}
+    first = run.learned(begun)
+    old = begun.record | {TEACHER_VALUES: {plain[0]: begun.record[TEACHER_VALUES][plain[0]]}}
+    run.seed = 7
+    longer = run.open("other-new", old)
+    assert run.asked == [(0, 1)] and longer.computed == 1
+    assert longer.record[TEACHER_OF] == "model-old" and longer.record[TEACHER_ALSO] == ["model-new"]
+    assert longer.record[TEACHER_VALUES].keys() == {plain[0], f"model-new/{plain[1]}"}
+    found = run.learned(longer)
+    assert found[:2] == first[:2] and found[2] != first[2], "of a document the first window counts"
+    for now in ("model-old", "model-new", "model-third"):
+        again = run.open(now, dict(longer.record))
+        assert run.learned(again) == found and not run.asked and again.record == longer.record
+    assert run.stored("model-old").read_window("f" * 32, 0, 1).values == begun.record[TEACHER_VALUES][plain[1]]
+
+
+def test_lost_predictions_that_come_out_otherwise_are_in_no_file_of_the_first_machine(run: Elsewhere) -> None:
+    """So the run goes on again where it began, and elsewhere if they come out as they were."""
+    begun = run.open("model-old")
+    first = run.learned(begun)
+    shutil.rmtree(run.stored("model-old").directory)
+    run.seed = 7
+    with pytest.raises(ResumeError, match="these predictions of the teacher are not those that this run began with"):
+        run.open("model-new", dict(begun.record))
+    assert run.asked == [(0, 0)] and not run.stored("model-old").directory.exists()
+    assert run.stored("model-new").read_window("f" * 32, 0, 0) is None
+    run.seed = 0
+    back = run.open("model-old", dict(begun.record))
+    assert run.learned(back) == first and back.record == begun.record
+    shutil.rmtree(run.stored("model-old").directory)
+    shutil.rmtree(run.stored("model-new").directory)
+    same = run.open("model-new", dict(begun.record))
+    assert run.learned(same) == first and same.record[TEACHER_VALUES] == begun.record[TEACHER_VALUES]
+    assert not run.stored("model-old").directory.exists()

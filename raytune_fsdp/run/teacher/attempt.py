@@ -13,13 +13,13 @@ from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.teacher import Lessons, Rest, TeacherFiles
-from raytune_fsdp.plan.identity import TEACHER_OF, TEACHER_VALUES
+from raytune_fsdp.plan.identity import TEACHER_ALSO, TEACHER_OF, TEACHER_VALUES
 from raytune_fsdp.run.fetching import Say
-from raytune_fsdp.run.reference.passes import places_of_run
-from raytune_fsdp.run.reference.unchanged import Digest, check_unchanged, digest_now, how_computed, same_values
+from raytune_fsdp.run.reference.passes import Place, places_of_run
+from raytune_fsdp.run.reference.unchanged import Digest, Kept, check_unchanged, digest_now, how_computed, same_values
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import TeacherModel
-from raytune_fsdp.run.teacher.passes import TeacherTask, complete, look
+from raytune_fsdp.run.teacher.passes import SAID, TeacherTask, complete, joined, look
 
 _BESIDE = ("micro_batch", "mesh", "loss")
 """What changes the last digits of a prediction as its neighbours in a micro-batch do, which no key names either."""
@@ -59,39 +59,79 @@ def open_teacher(
     """
     if prepared.teacher is None:
         return None
-    started, plan = time.perf_counter(), standing.plan
-    files = _files(config, prepared, standing, prepared.teacher, device, say)
+    started, plan, teacher = time.perf_counter(), standing.plan, prepared.teacher
+    kept, recorded = _kept(config, prepared, standing, teacher, device, say), _recorded(standing)
     # By rank 0 alone: it reads every window, to count its samples.
     places = on_rank0(lambda: places_of_run(prepared.train, plan, config.run.seed), what="read the prepared data")
-    task = TeacherTask(files=files, windows=prepared.train, places=places)
-    look(task)
-    lacking = len(task.lacking)
-    if lacking:
-        complete(task, prepared.teacher.model, prepared, standing, device, say)
+    by = {place: _by(kept, recorded, prepared.train.fingerprint, place) for place in places}
+    expected = {place: recorded[name] for place, (_, name) in by.items() if name in recorded}
+    earlier = _earlier(config, prepared, teacher, kept, by)
+    left = [place for place in places if not any(place in task.said for task in earlier)]
+    now = TeacherTask(
+        files=_files(config, prepared, teacher, kept.now), windows=prepared.train, places=left, expected=expected
+    )
+    look(now)
+    if lacking := len(now.lacking):
+        complete(now, teacher.model, prepared, standing, device, say)
+    tasks = [task for task in (*earlier, now) if task.places]
+    said = {place: each for task in tasks for place, each in task.said.items()}
     rest: dict[str, Rest] = {}
     for place in places:
-        for name, each in task.said[place].rest.items():
+        for name, each in said[place].rest.items():
             rest[name] = rest.get(name, Rest()) + each
-    values = {files.window_name(prepared.train.fingerprint, *place): task.said[place].values for place in places}
-    recorded = standing.state.identity.get(TEACHER_VALUES)
-    known = same_values(recorded, values, files.directory / "windows", "these predictions of the teacher")
+    values = {name: said[place].values for place, (_, name) in by.items()}
+    known = same_values(recorded, values, now.files.directory / "windows", SAID)
     return Teacher(
-        files=files, lessons=task.lessons, rest=rest, windows=len(places), computed=lacking,
-        seconds=time.perf_counter() - started, record={TEACHER_OF: files.of, TEACHER_VALUES: known},
+        files=now.files, rest=rest, windows=len(places), computed=lacking, seconds=time.perf_counter() - started,
+        lessons=tasks[0].lessons if len(tasks) == 1 else joined(tasks, places, plan.division.micro_batch),
+        record={**kept.record(TEACHER_OF, TEACHER_ALSO, used=bool(left)), TEACHER_VALUES: known},
     )  # fmt: skip
 
 
-def _files(
+def _recorded(standing: ResumePoint) -> Mapping[str, str]:
+    found = standing.state.identity.get(TEACHER_VALUES)
+    return found if isinstance(found, dict) else {}
+
+
+def _by(kept: Kept, recorded: Mapping[str, str], fingerprint: str, place: Place) -> tuple[str, str]:
+    """Return by which digest it is kept what the teacher says of a window, and the name that checkpoints have for that.
+
+    A window that the run has not used is asked about by this attempt: what others have left decides nothing.
+    """
+    plain = TeacherFiles.window_name(fingerprint, *place)
+    names = {of: plain if of == kept.first else f"{of}/{plain}" for of in kept.every}
+    return next(((of, name) for of, name in names.items() if name in recorded), (kept.now, names[kept.now]))
+
+
+def _earlier(
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    teacher: TeacherModel,
+    kept: Kept,
+    by: Mapping[Place, tuple[str, str]],
+) -> list[TeacherTask]:
+    """Return what is still there of what attempts have used that computed otherwise. Collective."""
+    found: list[TeacherTask] = []
+    for of in kept.every[:-1] if teacher.kept is None else ():
+        mine = [place for place, (each, _) in by.items() if each == of]
+        task = TeacherTask(files=_files(config, prepared, teacher, of), windows=prepared.train, places=mine)
+        look(task)
+        task.places = [*task.said]
+        found += [task] if task.said else []
+    return found
+
+
+def _kept(
     config: FinetuneConfig,
     prepared: RunInputs,
     standing: ResumePoint,
     teacher: TeacherModel,
     device: torch.device,
     say: Say,
-) -> TeacherFiles:
-    """Return the teacher's files: those of a run that goes on, if the teacher is still the same. Collective."""
-    name = "" if config.teacher is None else redact(config.teacher.model)
-    before = standing.state.identity.get(TEACHER_OF)
+) -> Kept:
+    """Return by which digests what the teacher says is kept, if it is still the same one. Collective."""
+    identity = standing.state.identity
+    before = identity.get(TEACHER_OF)
     if teacher.kept is not None:
         now = Digest(of=teacher.kept.of, older=teacher.kept.of)
     else:
@@ -99,10 +139,19 @@ def _files(
         how = {key: value for key, value in how_computed(config, device).items() if key not in _BESIDE}
         now = digest_now(teacher.model, prepared.identity, how, say)
     if before is not None:
-        check_unchanged(str(before), now, f"teacher.model={name} is not the teacher that this run learns from")
+        problem = f"teacher.model={_named(config)} is not the teacher that this run learns from"
+        check_unchanged(str(before), now, problem)
+    return Kept.of(before, identity.get(TEACHER_ALSO), now.of)
+
+
+def _files(config: FinetuneConfig, prepared: RunInputs, teacher: TeacherModel, of: str) -> TeacherFiles:
+    """Return the files of what the teacher says, by a digest of it and of how it computes."""
     if teacher.kept is not None:
         return teacher.kept
     return TeacherFiles.within(
-        prepared.train.cache.root, of=now.of if before is None else str(before), form=teacher.form,
-        tokenizer=teacher.tokenizer, model=name,
-    )  # fmt: skip
+        prepared.train.cache.root, of=of, form=teacher.form, tokenizer=teacher.tokenizer, model=_named(config)
+    )
+
+
+def _named(config: FinetuneConfig) -> str:
+    return "" if config.teacher is None else redact(config.teacher.model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +48,7 @@ from raytune_fsdp.run.build import Build
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.network import build_other, let_go
 from raytune_fsdp.run.reference.passes import Place
+from raytune_fsdp.run.reference.unchanged import same_values
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import ReferenceModel
 from raytune_fsdp.step.parallel import evaluating
@@ -55,6 +56,7 @@ from raytune_fsdp.step.parallel import evaluating
 _SAY_SECONDS = 10.0
 _SEEN_SECONDS = 60.0
 """For how long what another rank has written is looked for: network file systems remember that it was missing."""
+SAID = "these predictions of the teacher"
 _TYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -77,6 +79,8 @@ class TeacherTask:
     files: TeacherFiles
     windows: Windows
     places: Sequence[Place]
+    expected: Mapping[Place, str] = field(default_factory=dict)
+    """The digests of what the run has used before, where it has."""
     lessons: Lessons = field(init=False)
     said: dict[Place, WindowSaid] = field(default_factory=dict)
     """The windows whose predictions are all there."""
@@ -90,6 +94,12 @@ class TeacherTask:
     @property
     def lacking(self) -> list[Place]:
         return [place for place in self.places if place not in self.said]
+
+    def check(self, place: Place, said: WindowSaid) -> None:
+        """Refuse other predictions than the run has used before."""
+        name = self.files.window_name(self.windows.fingerprint, *place)
+        before = {name: self.expected[place]} if place in self.expected else {}
+        same_values(before, {name: said.values}, self.files.directory / "windows", SAID)
 
     def learn(self) -> None:
         """Know what the windows' files say, in the order of the run, whoever has written which part when."""
@@ -160,6 +170,22 @@ def complete(
         _settle(task, place, contents[place], must=model is not None)
     task.learn()
     _check_seen(task, task.said[lacking[-1]].parts)
+
+
+def joined(tasks: Sequence[TeacherTask], places: Sequence[Place], micro_batch: int) -> Lessons:
+    """Return the lessons of a run that has gone on elsewhere. Collective.
+
+    What is predicted in a document is what the first of the run's windows says that has it, which checkpoints record;
+    whatever else lies in the same files decides nothing.
+    """
+    windows, mine = tasks[0].windows, places[dist.get_rank() :: dist.get_world_size()]
+    names: dict[Place, Names] = {}
+    for found in on_all_ranks(lambda: {place: _contents(windows, place, micro_batch).names for place in mine}):
+        names |= found
+    of, lessons = {place: task for task in tasks for place in task.said}, Lessons(tasks[-1].files)
+    for place in places:
+        lessons.add_documents([of[place].parts[part] for part in of[place].said[place].parts], names[place])
+    return lessons
 
 
 def _check_seen(task: TeacherTask, parts: Sequence[str]) -> None:
@@ -374,6 +400,7 @@ def _adopted(task: TeacherTask, place: Place) -> bool:
     _open(task, said.parts)
     if not all(part in task.parts for part in said.parts):
         return False
+    task.check(place, said)
     task.said[place] = said
     task.lessons.add(task.parts[part] for part in said.parts)
     return True
@@ -389,6 +416,7 @@ def _settle(task: TeacherTask, place: Place, contents: Contents, *, must: bool) 
 
     def keep() -> WindowSaid:
         said = _said(task, contents)
+        task.check(place, said)
         with suppress(*(() if must else (DataError,))):
             task.files.write_window(task.windows.fingerprint, *place, said)
         return said
