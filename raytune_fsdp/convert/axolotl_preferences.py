@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from raytune_fsdp.convert.axolotl_reward import format_of_reward, prepare_reward, trains_rewards
-from raytune_fsdp.convert.preferences import JUDGED, PAIRS, carry_objective, losses_of_pairs, no_dropout
+from raytune_fsdp.convert.preferences import (
+    JUDGED,
+    PAIRS,
+    carry_objective,
+    losses_of_pairs,
+    no_dropout,
+    tell_own_dropout,
+)
 from raytune_fsdp.convert.rules import Translation, a_map, flag, in_words, leave, number, same, settled, text
 
 _ROWS = {"dpo": PAIRS, "ipo": PAIRS, "orpo": PAIRS, "simpo": PAIRS, "kto": JUDGED}
@@ -55,6 +62,7 @@ def prepare_rl(c: Translation) -> None:
         return
     if "adapter" in c.given:
         no_dropout(c, "lora_dropout", "TRL turns off that of adapters with rl")
+    tell_own_dropout(c)
     if kind in ("dpo", "ipo", "kto"):
         why = (
             "with rl axolotl may begin a new adapter beside it: drop it, and set method.adapter in the result; the "

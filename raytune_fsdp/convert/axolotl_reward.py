@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytune_fsdp.convert.preferences import PAIRS, no_dropout
+from raytune_fsdp.convert.preferences import PAIRS, no_dropout, tell_own_dropout
 from raytune_fsdp.convert.rules import Translation, ask, flag, in_words, refuse, settled, text, whole
 from raytune_fsdp.convert.scores import carry_reward, objective_in_words, without_head
 
@@ -21,6 +21,7 @@ def prepare_reward(c: Translation) -> None:
     adapts = "adapter" in c.given
     if adapts:
         no_dropout(c, "lora_dropout", "TRL turns off that of adapters in reward models")
+    tell_own_dropout(c)
     c.say("rl", "refused", "reward_model asks for another loss: drop one of the two")
     c.say("train_on_inputs", "left", "a reward is of the whole text, there too")
     carry_reward(c, "center_rewards_coefficient")

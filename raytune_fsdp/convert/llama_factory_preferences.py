@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytune_fsdp.convert.preferences import EACH_TOKEN, JUDGED, PAIRS, carry_objective, no_dropout
+from raytune_fsdp.convert.preferences import EACH_TOKEN, JUDGED, PAIRS, carry_objective, no_dropout, tell_own_dropout
 from raytune_fsdp.convert.rules import TheirOption, Translation, flag, in_words, number, part, refuse, text
 from raytune_fsdp.convert.scores import carry_reward
 
@@ -34,6 +34,8 @@ def prepare_stage(c: Translation) -> None:
     adapts = c.get("finetuning_type", text, "lora") == "lora"
     if adapts and not _scores(c):
         no_dropout(c, "lora_dropout", "off in this stage there")
+    if not _scores(c):
+        tell_own_dropout(c)
     for key in ("train_on_prompt", "mask_history"):
         c.say(key, "left", f"{'whole texts' if _scores(c) else 'the answers alone'} count in this stage, there too")
     for key in ("packing", "neat_packing"):

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice
-from raytune_fsdp.convert.rules import Translation, in_words, number, words
+from raytune_fsdp.convert.rules import Said, Translation, flag, in_words, number, words
 
 PAIRS = "preference"
 JUDGED = "binary"
@@ -21,6 +21,10 @@ TWO_DOCUMENTS = {
     JUDGED: "the limit of a document there, and a sample holds an answer and the one that KTO's KL is measured on",
 }
 EACH_TOKEN = "there each pair's mean over its tokens counts alike, here each token"
+_OWN_DROPOUT = (
+    "the model's own dropout is off there, and here as its config.json says: where that has rates above 0 (GPT-2, OPT, "
+    "Phi-2), set them to 0 in model.overrides"
+)
 LOSSES: dict[str, dict[str, str]] = {
     "sigmoid": {},
     "hinge": {"loss": "hinge"},
@@ -81,6 +85,25 @@ def no_dropout(c: Translation, key: str, why: str) -> None:
         c.say(key, "left", f"{why}: method.dropout=0.0")
     else:
         c.default("method.dropout", 0.0, why)
+
+
+def turn_off_dropout(c: Translation, *, adapts: bool) -> None:
+    """Settle TRL's `disable_dropout`. `adapts`: whether there are adapters."""
+    key = "disable_dropout"
+    if not c.get(key, flag, True):
+        c.say(key, "same", "dropout as the model's config.json and method.dropout say")
+        return
+    if adapts:
+        no_dropout(c, "lora_dropout", f"{key}, on by default, turns off that of adapters, too")
+    if key in c.given:
+        c.say(key, "left", f"{'method.dropout=0.0; ' if adapts else ''}{_OWN_DROPOUT}")
+    else:
+        tell_own_dropout(c)
+
+
+def tell_own_dropout(c: Translation) -> None:
+    """Say what a trainer does that turns off the dropout of whatever model."""
+    c.unsaid.append(("model.overrides", Said("default", _OWN_DROPOUT)))
 
 
 def losses_of_pairs(c: Translation, types: str, shares: str) -> tuple[str, float]:

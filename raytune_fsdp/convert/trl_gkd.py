@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.preferences import no_dropout
+from raytune_fsdp.convert.preferences import turn_off_dropout
 from raytune_fsdp.convert.rules import (
     Project,
     Translation,
@@ -27,8 +27,7 @@ _GENERATE = "write them beforehand with `raytune-fsdp generate`, and train on th
 
 
 def _prepare(c: Translation) -> None:
-    if c.get("use_peft", flag, False) and c.get("disable_dropout", flag, True):
-        no_dropout(c, "lora_dropout", "disable_dropout, on by default, turns off that of adapters, too")
+    turn_off_dropout(c, adapts=c.get("use_peft", flag, False))
     prepare_compute(c, lr=_LR)
     _policy(c)
     _divergence(c)
@@ -91,7 +90,7 @@ _OPTIONS = (
     leave("teacher_model_init_kwargs.attn_implementation", "see `model.attention`"),
     refuse("teacher_model_init_kwargs teacher_model_init_kwargs.*", "name a directory as the teacher", off=()),
     settled("max_length", "`data.seq_len`", takes_null=True),
-    settled("disable_dropout", "`method.dropout: 0`, by default, too; off: `method.dropout`"),
+    settled("disable_dropout", "`method.dropout: 0`, by default, too; for the model's own, see `model.overrides`"),
     leave("packing packing_strategy eval_packing padding_free", "GKD packs no rows"),
     leave(
         "dataset_text_field assistant_only_loss completion_only_loss dataset_kwargs shuffle_dataset loss_type "

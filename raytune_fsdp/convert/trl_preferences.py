@@ -13,8 +13,8 @@ from raytune_fsdp.convert.preferences import (
     TOO_LONG,
     carry_objective,
     losses_of_pairs,
-    no_dropout,
     sample_of_two,
+    turn_off_dropout,
 )
 from raytune_fsdp.convert.rules import (
     Project,
@@ -51,10 +51,7 @@ def prepare_rows(
 
     `long`: what becomes of long rows by default, and why. `sees`: what TRL finds in rows, and the file does not say.
     """
-    if c.get("use_peft", flag, False):
-        off = "disable_dropout, on by default, turns off that of adapters, too"
-        if c.get("disable_dropout", flag, True):
-            no_dropout(c, "lora_dropout", off)
+    turn_off_dropout(c, adapts=c.get("use_peft", flag, False))
     prepare_compute(c, lr=lr)
     if "max_length" in c.given and spelled(c.given["max_length"]) is None:
         why = "a sample has a fixed length here; give a number, such as the length of the longest row"
@@ -164,7 +161,7 @@ ROW_OPTIONS = (
     *COMPUTE_OPTIONS,
     *NAMED_DATA,
     settled("max_length", "`data.seq_len`, twice it: a sample holds two documents", takes_null=True),
-    settled("disable_dropout", "`method.dropout: 0`, by default, too; off: `method.dropout`"),
+    settled("disable_dropout", "`method.dropout: 0`, by default, too; for the model's own, see `model.overrides`"),
     leave("generate_during_eval", "see `eval.prompts`"),
     refuse(
         "max_prompt_length", "prompts have no limit of their own; data.long_documents=truncate shortens them", off=()

@@ -347,6 +347,27 @@ def test_dropout_of_adapters_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert field(kept, "method.dropout") == 0.05
 
 
+OWN = {"trl-gkd": {"teacher_model_name_or_path": "org/large", "lmbda": 0.0, "beta": 0.0}}
+OF_TRL = [(project, written) for project in ("trl-dpo", "trl-reward", "trl-gkd") for written in (True, False, None)]
+
+
+@pytest.mark.parametrize(("project", "written"), [*OF_TRL, ("axolotl", None), ("llama-factory", None)])
+def test_what_to_do_about_dropout_of_the_model_itself_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: str, written: bool | None
+) -> None:
+    """Their trainers set it to 0; here a model trains with what its config has."""
+    monkeypatch.chdir(tmp_path)
+    found = converted(
+        tmp_path, project, OWN.get(project, {}) | ({} if written is None else {"disable_dropout": written})
+    )
+    said = {line.key: line.said for line in found.lines}
+    key = "model.overrides" if written is None else "disable_dropout"
+    assert said[key].fate == {True: "left", False: "same", None: "default"}[written]
+    assert ("set them to 0 in model.overrides" in said[key].text) == (written is not False)
+    assert written is None or "model.overrides" not in said
+    assert "dropout" not in found.tree.get("method", {})
+
+
 def test_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is what the run starts from; LLaMA-Factory takes a continued adapter off."""
     monkeypatch.chdir(tmp_path)
