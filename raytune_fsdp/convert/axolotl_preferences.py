@@ -78,8 +78,9 @@ def prepare_rl(c: Translation) -> None:
         c.say("max_prompt_len", "refused", "prompts have no limit of their own; see data.long_documents")
 
 
-def _beta(c: Translation) -> str:
-    return c.first("rl_beta", "dpo_beta")
+def _beta(c: Translation, *more: str) -> str:
+    """Return the key that sets beta: of several, axolotl takes the first (before April 2025 orpo_alpha, if there)."""
+    return c.first("trl.beta", "rl_beta", "dpo_beta", *more)
 
 
 def _dpo(c: Translation) -> None:
@@ -108,7 +109,7 @@ def _ipo(c: Translation) -> None:
 
 
 def _orpo(c: Translation) -> None:
-    carry_objective(c, "orpo", {"beta": (c.first("rl_beta", "orpo_alpha"), 0.1)})
+    carry_objective(c, "orpo", {"beta": (_beta(c, "orpo_alpha"), 0.1)})
 
 
 def _simpo(c: Translation) -> None:
@@ -203,7 +204,7 @@ def _own(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
 
 RL_OPTIONS = (
     settled("rl", "`train.objective`: dpo, ipo, kto, orpo, simpo; others refused"),
-    settled("rl_beta dpo_beta orpo_alpha", "`train.objective.beta`"),
+    settled("trl.beta rl_beta dpo_beta orpo_alpha", "`train.objective.beta`: of the first that is there"),
     settled("dpo_loss_type dpo_norm_loss", "`train.objective`: its `loss` and `normalize`; ipo is a type"),
     settled("dpo_label_smoothing", "`train.objective.label_smoothing`"),
     settled("simpo_gamma", "`train.objective.gamma`, 0.5 by default"),
@@ -216,5 +217,5 @@ RL_OPTIONS = (
     same("dpo_padding_free", "padding does not change what is learned"),
     leave("dpo_use_liger_kernel dpo_use_logits_to_keep", "other kernels for the same function"),
     leave("dpo_generate_during_eval", "see `eval.prompts`"),
-    leave("trl vllm ebft", "for kinds of rl that are refused"),
+    leave("trl trl.* vllm ebft", "for kinds of rl that are refused"),
 )

@@ -132,6 +132,9 @@ OBJECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("axolotl", {"rl": "ipo", "rl_beta": 0.2}, {"type": "ipo", "beta": 0.2}),
     ("axolotl", {"rl": "orpo", "orpo_alpha": 0.3}, {"type": "orpo", "beta": 0.3}),
     ("axolotl", {"rl": "orpo", "orpo_alpha": 0.3, "rl_beta": 0.4}, {"type": "orpo", "beta": 0.4}),
+    ("axolotl", {"rl": "orpo", "rl_beta": 0.4, "trl": {"beta": 0.5}}, {"type": "orpo", "beta": 0.5}),
+    ("axolotl", {"rl": "dpo", "rl_beta": 0.4, "trl": {"beta": 0.5, "use_vllm": False}}, {"type": "dpo", "beta": 0.5}),
+    ("axolotl", {"rl": "kto", "rl_beta": 0.4, "trl": {"beta": None}}, {"type": "kto", "beta": 0.4}),
     (
         "axolotl",
         {"rl": "simpo", "cpo_alpha": 0.5, "simpo_gamma": 0.4, "rl_beta": 2.0},
