@@ -168,7 +168,7 @@ def test_a_run_that_an_older_version_began_goes_on_with_the_same_reference(
 ) -> None:
     monkeypatch.setattr(unchanged, "on_rank0", lambda work, what: work())
 
-    def now(**method: Any) -> unchanged.Digest:
+    def now(**method: Any) -> unchanged.ModelDigest:
         return unchanged.digest_now(model_of(tmp_path, method={**LORA, **method}), {}, {"device": "cpu"}, print)
 
     dora, plain = now(dora=True), now()
@@ -243,13 +243,13 @@ def test_lost_values_that_come_out_otherwise_are_kept_nowhere(
 
 
 def test_a_run_knows_by_which_digests_its_values_are_kept() -> None:
-    begun = unchanged.Kept.of(None, None, "model-old")
+    begun = unchanged.KeptBy.of(None, None, "model-old")
     assert begun.every == ["model-old"] and begun.record("of", "also", used=True) == {"of": "model-old"}
-    moved = unchanged.Kept.of("model-old", None, "new")
+    moved = unchanged.KeptBy.of("model-old", None, "new")
     assert moved.every == ["model-old", "model-new"]
     assert moved.record("of", "also", used=False) == {"of": "model-old"}, "what has computed nothing is not on record"
     assert moved.record("of", "also", used=True) == {"of": "model-old", "also": ["model-new"]}
-    back = unchanged.Kept.of("model-old", ["model-new"], "other-old")
+    back = unchanged.KeptBy.of("model-old", ["model-new"], "other-old")
     assert back.every == ["model-new", "model-old"]
     assert back.record("of", "also", used=True) == {"of": "model-old", "also": ["model-new"]}
 

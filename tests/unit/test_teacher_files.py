@@ -44,7 +44,7 @@ from raytune_fsdp.data.teacher import (
 from raytune_fsdp.model.directory.tokenizer import digest_of, tokenizer_in
 from raytune_fsdp.plan.identity import TEACHER_ALSO, TEACHER_OF, TEACHER_VALUES
 from raytune_fsdp.plan.run_dir import cache_of
-from raytune_fsdp.run.reference.unchanged import Kept
+from raytune_fsdp.run.reference.unchanged import KeptBy
 from raytune_fsdp.run.starting_weights import TeacherModel
 from raytune_fsdp.run.teacher import attempt, passes
 from raytune_fsdp.run.teacher.find import check_possible, find_teacher, form_of
@@ -492,7 +492,7 @@ class Elsewhere:
 
     def open(self, now: str, identity: dict[str, Any] | None = None) -> attempt.Teacher:
         record = identity or {}
-        self.asked, self.kept = [], Kept.of(record.get(TEACHER_OF), record.get(TEACHER_ALSO), now)
+        self.asked, self.kept = [], KeptBy.of(record.get(TEACHER_OF), record.get(TEACHER_ALSO), now)
         teacher = TeacherModel(model=None, kept=None, form=FORM, tokenizer="abc")
         train = SimpleNamespace(fingerprint="f" * 32, names=["it"], cache=SimpleNamespace(root=self.root))
         plan = SimpleNamespace(division=SimpleNamespace(micro_batch=1))

@@ -20,7 +20,7 @@ from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.during import is_within
 from raytune_fsdp.run.reference.network import build_reference, let_go
 from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
-from raytune_fsdp.run.reference.unchanged import Kept, check_unchanged, digest_now, digest_of_how, how_computed
+from raytune_fsdp.run.reference.unchanged import KeptBy, check_unchanged, digest_now, digest_of_how, how_computed
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import ReferenceModel
 
@@ -30,7 +30,7 @@ class Reference:
     """The reference of an attempt: what of it is there, and what a pass has to compute."""
 
     standing: ResumePoint
-    kept: Kept
+    kept: KeptBy
     """By which digests of everything that decides its values, but the data, they are kept."""
     tasks: list[Task]
     say: Say
@@ -129,7 +129,7 @@ def _kept(
     model: ReferenceModel,
     device: torch.device,
     say: Say,
-) -> Kept:
+) -> KeptBy:
     """Return by which digests of the reference its values are kept, if it is still the same one. Collective."""
     identity, how = standing.state.identity, how_computed(config, device)
     before = identity.get(REFERENCE_OF)
@@ -139,7 +139,7 @@ def _kept(
         if not model.is_start or config.reference.when != "before":  # it is read now, and may be another model today
             _check_unchanged(config, prepared, model, str(before), device, say)
         now = digest_of_how(how)
-    return Kept.of(before, identity.get(REFERENCE_ALSO), now)
+    return KeptBy.of(before, identity.get(REFERENCE_ALSO), now)
 
 
 def _check_unchanged(

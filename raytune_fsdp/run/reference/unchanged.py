@@ -21,7 +21,7 @@ from raytune_fsdp.run.starting_weights import ReferenceModel, fill_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Digest:
+class ModelDigest:
     """Digests of a model and of how it computes, joined by a hyphen."""
 
     of: str
@@ -30,7 +30,7 @@ class Digest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptBy:
     """By which digests of a model, and of how it computes, what it has said is kept for a run."""
 
     first: str
@@ -41,7 +41,7 @@ class Kept:
     """That of this attempt. Whatever it computes is kept by this, so no other run takes it for what it is not."""
 
     @classmethod
-    def of(cls, first: Any, also: Any, now: str) -> Kept:
+    def of(cls, first: Any, also: Any, now: str) -> KeptBy:
         """Return those of a run whose checkpoint has these entries. `now`: a digest, or of how is computed alone."""
         if not isinstance(first, str):
             return cls(first=now, now=now)
@@ -60,7 +60,7 @@ class Kept:
         return {of: self.first, **({also: [*self.also, *more]} if self.also or more else {})}
 
 
-def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[str, Any], say: Say) -> Digest:
+def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[str, Any], say: Say) -> ModelDigest:
     """Return the digest of a model, and of how rank 0 computes with it, as they are now. Collective.
 
     `identity`: the run's.
@@ -69,7 +69,7 @@ def digest_now(model: ReferenceModel, identity: Mapping[str, Any], how: Mapping[
     alone = fill_mode(model.config, origin, adapter) == "rank0"
     which = decided_by(model, identity, origin, adapter, alone=alone)
     same, older = digest_of_how(how), {key: value for key, value in which.items() if key != MORE}
-    return Digest(of=f"{_hash(which)}-{same}", older=f"{_hash(older)}-{same}")
+    return ModelDigest(of=f"{_hash(which)}-{same}", older=f"{_hash(older)}-{same}")
 
 
 def digest_of_how(how: Mapping[str, Any]) -> str:
@@ -93,7 +93,7 @@ def how_computed(config: FinetuneConfig, device: torch.device) -> dict[str, Any]
     }  # fmt: skip
 
 
-def check_unchanged(before: str, now: Digest, problem: str) -> None:
+def check_unchanged(before: str, now: ModelDigest, problem: str) -> None:
     """Refuse another model than that of the digest from before, however either computes."""
     if before.partition("-")[0] not in (now.of.partition("-")[0], now.older.partition("-")[0]):
         raise OtherRunError(

@@ -16,7 +16,14 @@ from raytune_fsdp.data.teacher import Lessons, Rest, TeacherFiles
 from raytune_fsdp.plan.identity import TEACHER_ALSO, TEACHER_OF, TEACHER_VALUES
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.passes import Place, places_of_run
-from raytune_fsdp.run.reference.unchanged import Digest, Kept, check_unchanged, digest_now, how_computed, same_values
+from raytune_fsdp.run.reference.unchanged import (
+    KeptBy,
+    ModelDigest,
+    check_unchanged,
+    digest_now,
+    how_computed,
+    same_values,
+)
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import TeacherModel
 from raytune_fsdp.run.teacher.passes import SAID, TeacherTask, complete, joined, look
@@ -93,7 +100,7 @@ def _recorded(standing: ResumePoint) -> Mapping[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def _by(kept: Kept, recorded: Mapping[str, str], fingerprint: str, place: Place) -> tuple[str, str]:
+def _by(kept: KeptBy, recorded: Mapping[str, str], fingerprint: str, place: Place) -> tuple[str, str]:
     """Return by which digest it is kept what the teacher says of a window, and the name that checkpoints have for that.
 
     A window that the run has not used is asked about by this attempt: what others have left decides nothing.
@@ -107,7 +114,7 @@ def _earlier(
     config: FinetuneConfig,
     prepared: RunInputs,
     teacher: TeacherModel,
-    kept: Kept,
+    kept: KeptBy,
     by: Mapping[Place, tuple[str, str]],
 ) -> list[TeacherTask]:
     """Return what is still there of what attempts have used that computed otherwise. Collective."""
@@ -128,12 +135,12 @@ def _kept(
     teacher: TeacherModel,
     device: torch.device,
     say: Say,
-) -> Kept:
+) -> KeptBy:
     """Return by which digests what the teacher says is kept, if it is still the same one. Collective."""
     identity = standing.state.identity
     before = identity.get(TEACHER_OF)
     if teacher.kept is not None:
-        now = Digest(of=teacher.kept.of, older=teacher.kept.of)
+        now = ModelDigest(of=teacher.kept.of, older=teacher.kept.of)
     else:
         assert teacher.model is not None, "it has a model, or is kept"
         how = {key: value for key, value in how_computed(config, device).items() if key not in _BESIDE}
@@ -141,7 +148,7 @@ def _kept(
     if before is not None:
         problem = f"teacher.model={_named(config)} is not the teacher that this run learns from"
         check_unchanged(str(before), now, problem)
-    return Kept.of(before, identity.get(TEACHER_ALSO), now.of)
+    return KeptBy.of(before, identity.get(TEACHER_ALSO), now.of)
 
 
 def _files(config: FinetuneConfig, prepared: RunInputs, teacher: TeacherModel, of: str) -> TeacherFiles:
