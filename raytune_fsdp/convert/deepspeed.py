@@ -246,8 +246,8 @@ def _schedule(c: Translation) -> None:
 
 
 def _warmup_type(c: Translation, key: str) -> None:
-    how = "same" if c.get(key, text, "log") == "linear" else "carried"
-    c.say(key, how, "a warmup is a straight line here")
+    is_line = c.get(key, text, "log") == "linear"
+    c.say(key, "same" if is_line else "carried", "a warmup is a straight line here")
 
 
 def _peak(c: Translation, kind: str) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from raytune_fsdp.base.errors import ConfigError, ResumeError, pip_install
-from raytune_fsdp.base.machine import nearest_existing
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
@@ -166,6 +165,8 @@ def idle_gpus(cluster: ClusterConfig, device: str, workers: int, gpus: int) -> t
 
 def _check_storage(field: str, wanted: Path) -> None:
     """Refuse storage that cannot be written, before the ranks find out."""
+    from raytune_fsdp.base.machine import nearest_existing  # imported here, as it needs psutil
+
     there = nearest_existing(wanted)
     if not there.is_dir():
         raise ConfigError(f"{field}: {there} is a file, so {wanted} cannot be a directory; choose another path")

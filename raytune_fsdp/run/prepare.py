@@ -111,8 +111,7 @@ def prepare(
     check_step(config, hf_config, network, needs)
     begins = own is None or is_adapted(network)
     check_beginning(config, trusted=trust_places, begins=begins)
-    base, read = found.state.base, None if own else directory
-    origin = _origin(config, network, added, base, read) if begins else None
+    origin = _origin(config, network, added, found.state.base, None if own else directory) if begins else None
     check_prompts(config, tokenizer, positions := positions_of(hf_config))
     vocabulary = hf_config.get_text_config().vocab_size
     train, evals = open_data(config, tokenizer, vocabulary, progress, **orders_of(found.state))
