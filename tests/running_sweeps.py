@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
-from raytune_fsdp.record.jsonl import read_trajectory
+from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import append_event, each_event, read_trajectory
+from raytune_fsdp.tune.board import SweepBoard
+from raytune_fsdp.tune.log import Entry, SweepLog
+from raytune_fsdp.tune.place import SweepDir
+from raytune_fsdp.tune.running import runner, values
+from raytune_fsdp.tune.running.cluster import TrialsRay
+from raytune_fsdp.tune.spec import SweepSpec
+from raytune_fsdp.tune.sweep import checked
+from raytune_fsdp.tune.turn import begun_of
+from tests.recorded import Recorded
 from tests.runs import make_config, write_tokens
 
 RATES = [1e-3, 1e-2, 3e-4, 3e-3]
@@ -85,3 +99,96 @@ class SweepCommand:
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
     """Whether they all end by themselves within this time."""
     return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+class TrialProcess:
+    """Stands for the process of a trial: it has trained at once, and writes the record of a run that has."""
+
+    pid = 1
+
+    def __init__(self, config: FinetuneConfig, run: Recorded, does: Callable[[TrialProcess], int | None]) -> None:
+        self.config, self.run, self.said = config, run, ""
+        self.stops, self.asked = 0, False
+        self._code = does(self)
+
+    def to_its_end(self) -> int:
+        """Train as far as a trial does; return its exit code."""
+        last = self.config.train.max_steps
+        until = self.config.run.stop_after or last
+        assert until is not None
+        self.run.attempt(self.run.step)
+        while self.run.step < until:
+            self.run.train(4)
+            self.run.evaluate(others=abs(math.log10(self.config.optim.lr) + 2) / self.run.step)
+        self.run.save()
+        self.run.end("interrupted" if until != last else "finished")
+        return 130 if until != last else 0
+
+    def ends(self, code: int) -> None:
+        self._code = code
+
+    def fails(self, error: str, *, itself: str = "", driver: str = "", code: int = 1) -> int:
+        """Begin an attempt and fail. `itself`, `driver`: what training itself and the driver on Ray put on record."""
+        self.run.attempt(self.run.step)
+        self.said = error
+        for event, cause in ((names.TRAINING_FAILED, itself), (names.ATTEMPT_FAILED, driver)):
+            if cause:
+                append_event(self.run.place.events, event, attempt=self.run.number, fields={"rank": 0, "cause": cause})
+        self.run.end("failed")
+        return code
+
+    def code(self) -> int | None:
+        return self._code
+
+    def error(self) -> str:
+        return self.said
+
+    def stop(self) -> None:
+        self.stops, self.asked = self.stops + 1, True
+        self._code = 130 if self._code is None else self._code
+
+    def kill(self) -> None:
+        self._code = -9
+
+
+class Trials:
+    """A sweep whose trials do what a test says, in this process and without torch."""
+
+    def __init__(self, spec: SweepSpec, patch: pytest.MonkeyPatch) -> None:
+        self.spec, self.place, self.patch = spec, SweepDir.of(spec), patch
+        self.does: dict[str, list[Callable[[TrialProcess], int | None]]] = {}
+        """What the processes of a run do, one after the other; the others train as they should."""
+        self.started: list[TrialProcess] = []
+        self.runs: dict[str, Recorded] = {}
+        self.stops = 0
+        patch.setattr(runner, "Child", self._start)
+        patch.setattr(runner, "_AGAIN_SECONDS", (0.0, 0.0))
+        patch.setattr(runner, "_LOOK_SECONDS", 0.001)
+        patch.setattr(values, "committed", self._committed)
+
+    def sweep(self) -> list[Entry]:
+        """Sweep on to the end; return the log."""
+        configs, scheduler = checked(self.spec)
+        self.place.path.mkdir(parents=True, exist_ok=True)
+        log = SweepLog(self.place.log)
+        if not log.entries:
+            log.append([begun_of(self.spec, configs[0])])
+        self.runner = runner.Runner(
+            self.spec, scheduler, log, stops=lambda: self.stops, board=SweepBoard(self.spec),
+            cluster=TrialsRay(None, {}), lease=None,
+        )  # fmt: skip
+        self.runner.run()
+        return list(log.entries)
+
+    def _start(self, config: FinetuneConfig, output: Path, variables: Mapping[str, str]) -> TrialProcess:
+        name = config.run.name
+        if name not in self.runs:
+            self.runs[name] = Recorded(self.place.path.parent, name)
+            self.runs[name].step = 0 if config.run.fork is None else config.run.fork.step
+        does = self.does.get(name, [])
+        self.started.append(TrialProcess(config, self.runs[name], does.pop(0) if does else TrialProcess.to_its_end))
+        return self.started[-1]
+
+    def _committed(self, location: str) -> list[Any]:
+        saved = [event for event in each_event(Path(location).parent / "events.jsonl") if event["event"] == "saved"]
+        return [SimpleNamespace(step=event["fields"]["step"], lasting=True) for event in saved]

@@ -30,6 +30,7 @@ _LAST_WORDS = {"finished": "finished", "interrupted": "interrupted; the same com
 _WORDS = {
     names.ATTEMPT_STARTED: "started on {world_size} workers",
     names.KERNELS: "attention {attention} ({attention_why}), loss {loss} ({loss_why}), layers {blocks} ({blocks_why})",
+    names.TRAINING_FAILED: "training itself has failed, on rank {rank}: {cause}",
     names.COMPILED: "compiled {graphs} graphs up to step {step}",
     names.PROFILED: "profiled step {step}: {path}",
     names.SAVE_FAILED: "checkpoint of step {step} was not written, training goes on: {problem}",

@@ -70,6 +70,10 @@ and of the directory's git repository commit and uncommitted (whether files diff
 ATTEMPT_ENDED = "attempt_ended"
 """Rank 0 has left an attempt. Fields: status (finished, failed, interrupted, handed_over). There is no such event if
 rank 0 was killed."""
+TRAINING_FAILED = "training_failed"
+"""Training itself has failed, so that another attempt would, too: it has diverged, does not fit its device, or has come
+to a row that cannot be used. In the words of the first rank that says so, which may be followed by those of others.
+Fields: rank, cause. Whatever fails around it (storage, a process, a node) has no such event."""
 KERNELS = "kernels"
 """What an attempt computes with, where there is a choice. Fields: attention, loss, blocks (whether layers are compiled
 or eager), in packed hybrids mixers (how their state mixers get documents), experts (all in one product, or one after

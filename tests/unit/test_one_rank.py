@@ -11,9 +11,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytune_fsdp.launch.worker import alone
+from raytune_fsdp.base.errors import DamagedError, DataError, RowError, TrainingError, TransientError
+from raytune_fsdp.base.lease import TakenOverError
+from raytune_fsdp.launch.finetune import finetune
+from raytune_fsdp.launch.worker import alone, is_of_training, put_failure
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.pieces.pieces import local_piece
+from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.step import parallel
 from tests.runs import LLAMA, make_config
 from tests.unit.test_compiled_layers import CPU, DOCUMENTS, built, micro_batch
@@ -99,3 +105,29 @@ def test_frozen_weights_are_not_copied_to_be_gathered_from_one(
     before, theirs = frozen_and_trained(tmp_path, METHODS[method])
     assert len(before) > 8 and ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# What one rank says of its own training.
+
+
+def test_a_run_that_diverges_says_on_record_that_training_itself_has_failed(tmp_path: Path) -> None:
+    """Without what differs from one try to the next, which a driver adds."""
+    config = make_config(tmp_path, optim={"lr": 1e30, "max_skipped": 1, "warmup_ratio": 0.0, "max_grad_norm": None})
+    with pytest.raises(TrainingError, match="has not been finite"):
+        finetune(config)
+    place = RunDir.of(config)
+    (said,) = [each for each in read_events(place.events) if each["event"] == names.TRAINING_FAILED]
+    assert said["attempt"] == 1 and said["fields"]["rank"] == 0 and "has not been finite" in said["fields"]["cause"]
+    put_failure(place, 1, 1, TrainingError("it has diverged"))
+    assert len([each for each in read_events(place.events) if each["event"] == names.TRAINING_FAILED]) == 1
+
+
+def test_what_fails_around_training_is_none_of_its_own_failures() -> None:
+    def raised(error: TrainingError, cause: BaseException | None = None) -> TrainingError:
+        error.__cause__ = cause
+        return error
+
+    own = [raised(TrainingError("x"), cause) for cause in (None, torch.OutOfMemoryError(), RowError("x", "y"))]
+    others = [raised(TrainingError("x"), cause) for cause in (DamagedError("x"), DataError("x"), OSError("x"))]
+    others += [TransientError("x"), TakenOverError("x")]
+    assert all(map(is_of_training, own)) and not any(map(is_of_training, others))

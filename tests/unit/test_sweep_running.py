@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ import psutil
 import pytest
 import yaml
 
-from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError
+from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError, TrainingError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config, recorded_text
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
-from raytune_fsdp.tune.log import Decision, Draw, SweepLog, Trial, Value
+from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value
 from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.running import tied
 from raytune_fsdp.tune.running.cluster import threads_for
@@ -35,7 +36,7 @@ from raytune_fsdp.tune.sweep import checked, measured_by, sweep
 from raytune_fsdp.tune.table import OverSeeds, Standing, best_of, leaderboard
 from raytune_fsdp.tune.turn import begun_of
 from tests.recorded import Recorded
-from tests.running_sweeps import spec_of
+from tests.running_sweeps import TrialProcess, Trials, spec_of
 
 
 def test_what_is_tied_to_a_process_ends_with_it() -> None:
@@ -274,3 +275,55 @@ def test_evaluations_by_tasks_are_refused(tmp_path: Path) -> None:
     spec["base"]["cluster"] |= {"launch": "ray"}
     with pytest.raises(ConfigError, match=r"^eval.where=task in the base of rates-000: .* set eval.where=ranks"):
         checked(load_sweep(spec))
+
+
+# What counts against a trial.
+
+
+@pytest.fixture
+def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
+    """Two trials, of which the first is the worse one."""
+    return Trials(sweep_of(tmp_path, space={"optim.lr": {"grid": [1e-3, 1e-2]}}), monkeypatch)
+
+
+def errors(log: Sequence[Entry]) -> list[str]:
+    return [entry.error for entry in log if isinstance(entry, TrialEnded) and entry.error is not None]
+
+
+def test_what_training_says_of_itself_twice_counts_whatever_its_command_says(trials: Trials) -> None:
+    """On Ray that has the number of a process and of an attempt; what it says of a GPU's memory may have others."""
+    checkpoints = trials.place.path.parent / "rates-001" / "checkpoints"
+    trials.does["rates-001"] = [
+        lambda trial: trial.fails("rank 0 on n1, process 17, failed: no room for 3 GiB", itself="no room for 3 GiB"),
+        lambda trial: trial.fails("rank 0 on n2, process 19, failed: …", itself=f"no room;\n see {checkpoints}"),
+    ]
+    log = trials.sweep()
+    assert errors(log) == ["no room; see rates-001/checkpoints"]
+    assert [entry for entry in log if isinstance(entry, Decision)] == [Decision(4, (0,), (1,))]
+
+
+def test_a_run_that_gives_up_twice_for_the_same_cause_has_failed_for_good(trials: Trials) -> None:
+    def gives_up(cause: str) -> Callable[[TrialProcess], int]:
+        return lambda trial: trial.fails(f"process {id(trial)}: {cause}", driver=cause, code=3)
+
+    trials.does["rates-001"] = [gives_up("nothing for 61 s"), gives_up("nothing for 63 s"), gives_up("KeyError: 'x'")]
+    with pytest.raises(TrainingError, match="rates-001 has failed 3 times, so the sweep stops: process"):
+        trials.sweep()
+    trials.does["rates-001"] = [gives_up("KeyError: 'x'"), gives_up("KeyError: 'x'")]
+    assert errors(trials.sweep()) == ["KeyError: 'x'"]
+
+
+@pytest.mark.parametrize("said", ["the disk is full", "rank 1 was killed by SIGKILL; the same command continues"])
+def test_what_fails_around_training_is_never_the_trials_own(trials: Trials, said: str) -> None:
+    trials.does["rates-001"] = [lambda trial: trial.fails(said)] * 3
+    with pytest.raises(TrainingError, match=f"rates-001 has failed 3 times, so the sweep stops: {said}"):
+        trials.sweep()
+    log = trials.sweep()
+    assert not errors(log) and Decision(4, (1,), (0,)) in log
+    # Nor is what training has said of itself once, before something else has failed.
+    other = Trials(trials.spec.model_copy(update={"name": "other"}), trials.patch)
+    other.does["other-001"] = [
+        lambda trial: trial.fails(said, itself="it diverges"),
+        lambda trial: trial.fails("it diverges"),
+    ]
+    assert not errors(other.sweep())

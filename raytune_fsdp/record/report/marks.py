@@ -23,7 +23,7 @@ _LANES = {
     "attempts": {names.ATTEMPT_STARTED},
     "resizes": {names.RESIZED, names.DRAINED},
     "failures": {
-        names.ATTEMPT_FAILED, names.SAVE_FAILED, names.EXPORT_FAILED, names.EXPORTED_ALONE,
+        names.ATTEMPT_FAILED, names.TRAINING_FAILED, names.SAVE_FAILED, names.EXPORT_FAILED, names.EXPORTED_ALONE,
         names.EVALUATION_FAILED,
         names.CHECKPOINT_DAMAGED, names.RECORD_REPAIRED,
         names.REGISTRY_REPAIRED, names.NOT_SENT_TO_MLFLOW,

@@ -15,6 +15,7 @@ from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.log import SweepLog, Trial, TrialEnded, Value, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir
@@ -30,8 +31,8 @@ from raytune_fsdp.tune.turn import turn
 _LOOK_SECONDS, _READ_SECONDS = 0.1, 1.0
 """How often processes are looked at, and the records of those that run."""
 _TRIES = 3
-"""Failures of a trial without a checkpoint in between after which the sweep stops. Two in the same words, both of them
-of an attempt, are the trial's own."""
+"""Failures of a trial without a checkpoint in between after which the sweep stops. If training itself has failed in two
+in a row, they are the trial's own."""
 _AGAIN_SECONDS = (2.0, 60.0)
 """How long a trial waits before it is tried again, after the first failure and after the second: what failed besides
 training, such as the head of a cluster, may come back meanwhile."""
@@ -63,8 +64,8 @@ class TrialRun:
     failed_at: int = -1
     again_at: float = 0.0
     """Before this moment it is not started again."""
-    error: str = ""
-    """How it has failed last."""
+    own: str = ""
+    """By what its last failure is known again, if that was training's own (`_said_by_training`)."""
     waits: bool = False
     """Whether another command works on it, or may do so."""
     said: bool = False
@@ -307,13 +308,13 @@ class Runner:
         if code == _REFUSED:
             raise ConfigError(f"{run.name} is refused, so the sweep stops: {error}; {way_out}")
         run.failures = run.failures + 1 if run.measured.committed == run.failed_at else 1
-        same = run.failures > 1 and error == run.error
-        run.failed_at, run.error = run.measured.committed, error
-        own = code > 0 and run.measured.attempt > run.attempt
-        if own and (code == _REPEATED or same):
+        own, words = _said_by_training(run, code)
+        again = run.failures > 1 and own != "" and own == run.own
+        run.failed_at, run.own = run.measured.committed, own
+        if again:
             self._board.failed(run.name, error, again=False)
             storage = str(run.place.path.parent)
-            self._over(number, run, " ".join(error.replace(f"{storage}/", "").split()))
+            self._over(number, run, " ".join(words.replace(f"{storage}/", "").split()))
         elif run.failures >= _TRIES:
             raise TrainingError(f"{run.name} has failed {_TRIES} times, so the sweep stops: {error}; {way_out}")
         else:
@@ -348,3 +349,17 @@ class Runner:
         for number, run in stopping.items():
             assert run.child is not None
             self._times.ended(number, run.name, run.child.code(), time.monotonic() - run.since)
+
+
+def _said_by_training(run: TrialRun, code: int) -> tuple[str, str]:
+    """Return by what a failure is known again as one of training itself, and its words; empty if it is none.
+
+    What a rank says of its own training is so in any words: those about a GPU's memory have numbers that differ. A run
+    that gives up after three equal failures (exit code 3) may have hung, or been ended for the memory of its node: its
+    cause must come again.
+    """
+    if run.measured.attempt <= run.attempt:
+        return "", ""
+    if run.measured.failure:
+        return names.TRAINING_FAILED, run.measured.failure
+    return (run.measured.gave_up, run.measured.gave_up) if code == _REPEATED else ("", "")

@@ -34,6 +34,11 @@ class TrialRecord:
     """The newest attempt; 0 if none has begun."""
     over: bool = False
     """Whether the run has come to its end, and has said so."""
+    failure: str = ""
+    """How training itself has failed in the newest attempt; empty if it has not."""
+    gave_up: str = ""
+    """Why the newest attempt has failed, by the driver on Ray, which has tried as often as it may; empty if it has
+    not."""
 
     @property
     def began(self) -> bool:
@@ -53,13 +58,18 @@ def measured_in(place: RunDir, metric: str | None) -> TrialRecord:
     newest = 0
     with suppress(RaytuneError, OSError):
         newest = max((each.step for each in committed(place.checkpoints) if each.lasting), default=0)
-    attempt, over = 0, False
+    attempt, over, failure, gave_up = 0, False, "", ""
     with suppress(RaytuneError, OSError):
         for event in each_event(place.events):
-            if event["event"] == names.ATTEMPT_STARTED:
-                attempt, over = event["attempt"], False
-            elif event["event"] == names.ATTEMPT_ENDED and event["attempt"] == attempt:
-                over = event["fields"].get("status") == "finished"
+            name, fields = event["event"], event["fields"]
+            if name == names.ATTEMPT_STARTED:
+                attempt, over, failure, gave_up = event["attempt"], False, "", ""
+            elif name == names.ATTEMPT_FAILED:  # also of one that has not come so far as to get a number
+                gave_up = str(fields.get("cause"))
+            elif event["attempt"] == attempt and name == names.ATTEMPT_ENDED:
+                over = fields.get("status") == "finished"
+            elif event["attempt"] == attempt and name == names.TRAINING_FAILED:
+                failure = failure or str(fields.get("cause"))
     values = {step: names.score(found, metric) for step, found in evaluations.items()}
     return TrialRecord(
         values={step: math.nan if value is None else value for step, value in sorted(values.items())},
@@ -67,6 +77,8 @@ def measured_in(place: RunDir, metric: str | None) -> TrialRecord:
         committed=newest,
         attempt=attempt,
         over=over,
+        failure=failure,
+        gave_up=gave_up,
     )
 
 
