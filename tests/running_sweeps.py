@@ -124,6 +124,9 @@ class TrialProcess:
         self.run.end("interrupted" if until != last else "finished")
         return 130 if until != last else 0
 
+    def goes_on_after(self, code: int) -> None:
+        """Have done all this, and not have ended."""
+
     def ends(self, code: int) -> None:
         self._code = code
 
@@ -160,10 +163,11 @@ class Trials:
         """What the processes of a run do, one after the other; the others train as they should."""
         self.started: list[TrialProcess] = []
         self.runs: dict[str, Recorded] = {}
-        self.stops = 0
+        self.stops: Callable[[], int] = lambda: 0
         patch.setattr(runner, "Child", self._start)
         patch.setattr(runner, "_AGAIN_SECONDS", (0.0, 0.0))
         patch.setattr(runner, "_LOOK_SECONDS", 0.001)
+        patch.setattr(runner, "_READ_SECONDS", 0.002)
         patch.setattr(values, "committed", self._committed)
 
     def sweep(self) -> list[Entry]:
@@ -174,7 +178,7 @@ class Trials:
         if not log.entries:
             log.append([begun_of(self.spec, configs[0])])
         self.runner = runner.Runner(
-            self.spec, scheduler, log, stops=lambda: self.stops, board=SweepBoard(self.spec),
+            self.spec, scheduler, log, stops=self.stops, board=SweepBoard(self.spec),
             cluster=TrialsRay(None, {}), lease=None,
         )  # fmt: skip
         self.runner.run()

@@ -327,3 +327,30 @@ def test_what_fails_around_training_is_never_the_trials_own(trials: Trials, said
         lambda trial: trial.fails("it diverges"),
     ]
     assert not errors(other.sweep())
+
+
+# Forks.
+
+
+def test_the_source_of_a_fork_waits_while_the_run_before_the_fork_is_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would train on, and could remove the checkpoint that the fork begins with."""
+    space = {"optim.lr": {"grid": [1e-3, 1e-2]}}
+    trials = Trials(sweep_of(tmp_path, space=space, scheduler={"type": "pbt", "every": 4}), monkeypatch)
+    trials.does["rates-000"] = [lambda trial: trial.goes_on_after(trial.to_its_end())]
+    looks = iter(range(1000))
+
+    def look() -> int:
+        if next(looks) == 50:
+            trials.started[0].ends(130)
+        return 0
+
+    trials.stops = look
+    trials.sweep()
+    assert [trial.run.path.name for trial in trials.started][:4] == [
+        "rates-000",
+        "rates-001",
+        "rates-000-g1",
+        "rates-001",
+    ]

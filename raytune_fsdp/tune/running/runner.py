@@ -145,8 +145,7 @@ class Runner:
                 self._over(number, run, "it was left out (skip)")
         stretches = [each for each in stretches if each.trial in runs]
         # Until a fork has begun, its source stays where it is: it could remove the checkpoint.
-        waiting = [each for each in stretches if not runs[each.trial].measured.began and not runs[each.trial].ended]
-        sources = {each.fork[0] for each in waiting if each.fork}
+        sources = {each.fork[0] for each in stretches if each.fork and _is_to_begin(runs[each.trial], each)}
         for number, run in self._runs.items():
             if run.child is not None and number not in runs and not run.child.asked:
                 run.child.stop()
@@ -349,6 +348,12 @@ class Runner:
         for number, run in stopping.items():
             assert run.child is not None
             self._times.ended(number, run.name, run.child.code(), time.monotonic() - run.since)
+
+
+def _is_to_begin(run: TrialRun, stretch: Stretch) -> bool:
+    """Return whether what trains a stretch has not begun yet. `run`: the trial's newest, whose process may not have
+    ended where a fork is to follow it."""
+    return run.generation != stretch.generation or not (run.measured.began or run.ended)
 
 
 def _said_by_training(run: TrialRun, code: int) -> tuple[str, str]:
