@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -14,7 +15,7 @@ from raytune_fsdp.config.problems import shown
 from raytune_fsdp.plan.identity import decided_by_data, named
 from raytune_fsdp.tune.log import Entry, Trial, trials_in
 from raytune_fsdp.tune.search import begun_with_optuna, drawn, grid, proposed
-from raytune_fsdp.tune.spec import RECIPE, GridSearch, OptunaSearch, SweepSpec
+from raytune_fsdp.tune.spec import RECIPE, GridSearch, OptunaSearch, PbtScheduler, SweepSpec
 
 
 def trials_of(spec: SweepSpec, log: Sequence[Entry] = ()) -> list[Trial]:
@@ -78,6 +79,21 @@ def check_trials(spec: SweepSpec, trials: Sequence[Trial]) -> list[FinetuneConfi
         more = len(lines) - _MOST_PROBLEMS
         raise ConfigError(*lines[:_MOST_PROBLEMS], *([f"and {more} more problems like these"] if more > 0 else []))
     return configs
+
+
+def check_skip(spec: SweepSpec) -> None:
+    """Refuse to leave out what no trial is called: nothing would be left out, without a word. Raises ConfigError."""
+    if isinstance(spec.search, OptunaSearch):
+        known = [run_name_in(spec.name, number) for number in range(spec.search.trials)]
+    else:
+        known = [run_name_of(spec, trial) for trial in trials_of(spec)]
+    for name in spec.skip:
+        of = _FORK.sub("", name) if isinstance(spec.scheduler, PbtScheduler) else name
+        if of not in known:
+            raise ConfigError(
+                f"skip=[{name}]: no trial of the sweep {spec.name} has this name: they are {known[0]} to {known[-1]}: "
+                "name one of them, or leave it out of skip"
+            )
 
 
 def base_of(config: FinetuneConfig) -> dict[str, Any]:
@@ -161,6 +177,8 @@ def _in_our_words(line: str, changes: Mapping[str, Any]) -> str:
 
 
 _MOST_PROBLEMS = 20
+_FORK = re.compile("-g[1-9][0-9]*$")
+"""How the name of a trial's run ends that is a fork (`run_name_in`)."""
 _UNSET = "not set"
 _DECIDES_NOTHING = ("max_skipped", "log_every", "adapter", "loss")
 """Fields that the identity of a run does not have, and those that name files."""

@@ -235,7 +235,7 @@ class SweepSpec(Section):
 
     skip: list[str] = Field(default_factory=list)
     """Trials to leave out, by their runs' names: those that cannot be trained, so that the sweep goes on without them.
-    They are ranked last."""
+    They are ranked last. The name of a fork leaves its trial out while that is its newest run."""
 
     @property
     def highest(self) -> bool:

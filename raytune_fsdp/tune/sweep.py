@@ -23,7 +23,7 @@ from raytune_fsdp.tune.running.runner import Runner
 from raytune_fsdp.tune.running.values import measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
-from raytune_fsdp.tune.space import check_trials, trials_of
+from raytune_fsdp.tune.space import check_skip, check_trials, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, sweep_text
 from raytune_fsdp.tune.table import Measured, best_of, leaderboard
 from raytune_fsdp.tune.tracked import Tracked
@@ -44,6 +44,7 @@ def checked(spec: SweepSpec) -> tuple[list[FinetuneConfig], Scheduler]:
 
     Raises ConfigError for all that can be found wrong with them.
     """
+    check_skip(spec)
     configs = check_trials(spec, trials_of(spec))
     for each in configs:
         if not each.data.eval and (spec.metric is None or not each.eval.tasks):

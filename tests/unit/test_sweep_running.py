@@ -354,3 +354,18 @@ def test_the_source_of_a_fork_waits_while_the_run_before_the_fork_is_ending(
         "rates-000-g1",
         "rates-001",
     ]
+
+
+def test_a_trial_is_left_out_by_the_name_of_a_fork_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what the sweep says where a fork cannot be trained."""
+    space = {"optim.lr": {"grid": [1e-3, 1e-2]}}
+    pbt = {"type": "pbt", "every": 4}
+    trials = Trials(sweep_of(tmp_path, space=space, scheduler=pbt), monkeypatch)
+    trials.does["rates-000-g1"] = [lambda trial: trial.fails("no room")] * 3
+    with pytest.raises(TrainingError, match=r"rates-000-g1 has failed 3 times, .*: skip=\[rates-000-g1\]"):
+        trials.sweep()
+    left_out = Trials(sweep_of(tmp_path, space=space, scheduler=pbt, skip=["rates-000-g1"]), monkeypatch)
+    left_out.runs = trials.runs
+    log = left_out.sweep()
+    assert errors(log) == ["it was left out (skip)"]
+    assert [entry.step for entry in log if isinstance(entry, Draw) and entry.trial == 0][:2] == [4, 8], "it has another"

@@ -22,7 +22,7 @@ from raytune_fsdp.tune.log import Trial, TrialEnded, Value
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.rungs import Rungs
 from raytune_fsdp.tune.search import begun_with_optuna, drawn, grid, rounded
-from raytune_fsdp.tune.space import check_trials, config_of, run_name_of, trials_of
+from raytune_fsdp.tune.space import check_skip, check_trials, config_of, run_name_of, trials_of
 from raytune_fsdp.tune.spec import (
     KINDS,
     SchedulerChoice,
@@ -193,6 +193,25 @@ def test_a_mistake_in_a_trial_names_the_sweeps_field() -> None:
     Path("base.yaml").write_text(Path("base.yaml").read_text().replace("global_batch: 8, ", ""))
     assert problem("sweep.yaml").count("train.global_batch: required") == 1
     assert problem("sweep.yaml", "--base=bas.yaml").count("no such file") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("s-8", {}),
+        ("s-003-g1", {}),
+        ("t-003", {"scheduler": {"type": "pbt", "every": 10}}),
+        ("s-003", {"seeds": 2}),
+        ("s-008", {"search": {"type": "optuna", "trials": 8}, "scheduler": {"type": "none"}}),
+    ],
+)
+def test_only_trials_are_left_out(name: str, given: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"skip=\[{name}\]: no trial of the sweep s has this name: .* s-000.* to s-007"
+    ):
+        check_skip(make_sweep(8, **{"skip": [name], **given}))
+    check_skip(make_sweep(8, skip=["s-003-g1", "s-007"], scheduler={"type": "pbt", "every": 10}))
+    check_skip(make_sweep(8, skip=["s-007-s1"], seeds=2))
 
 
 @pytest.mark.usefixtures("here")

@@ -141,7 +141,8 @@ class Runner:
         found = {each.trial: self._run_of(each, trials[each.trial]) for each in stretches}
         runs = {number: run for number, run in found.items() if run is not None}
         for number, run in runs.items():
-            if run_name_of(self._spec, trials[number]) in self._spec.skip and run.child is None:
+            # By the trial's name, which stands for all of its runs, or by that of a fork.
+            if {run_name_of(self._spec, trials[number]), run.name} & {*self._spec.skip} and run.child is None:
                 self._over(number, run, "it was left out (skip)")
         stretches = [each for each in stretches if each.trial in runs]
         # Until a fork has begun, its source stays where it is: it could remove the checkpoint.
