@@ -20,7 +20,7 @@ from raytune_fsdp.tune.schedulers.median import Median
 from raytune_fsdp.tune.schedulers.pbt import Pbt
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
 from raytune_fsdp.tune.schedulers.rungs import Rungs
-from raytune_fsdp.tune.space import trials_of
+from raytune_fsdp.tune.space import check_trials, trials_of
 from raytune_fsdp.tune.spec import PbtScheduler, Values
 from raytune_fsdp.tune.table import best_of, leaderboard
 from raytune_fsdp.tune.turn import begun_of, check_same
@@ -351,7 +351,16 @@ def test_a_sweep_does_not_go_on_with_another_base() -> None:
     )
 
 
-@pytest.mark.parametrize("field", ["data.window", "method", "optim.groups", "train.global_batch"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "data.window",
+        "method",
+        "optim.groups",
+        "optim.groups.0.lr_ratio",
+        "train.global_batch",
+    ],
+)
 def test_a_population_is_refused_what_a_fork_may_not_change(field: str) -> None:
     values = {
         "method": [{"type": "full"}, {"type": "lora", "rank": 8}],
@@ -365,6 +374,20 @@ def test_a_population_is_refused_what_a_fork_may_not_change(field: str) -> None:
         scheduler_of(spec, World(spec).configs)
     only = make_sweep(4, space=space, scheduler={"type": "pbt", "every": 20, "change": ["optim.lr"]})
     scheduler_of(only, World(only).configs)
+
+
+def test_a_population_changes_no_momentum_by_which_an_optimizer_keeps_more() -> None:
+    """Without it SGD keeps no sum of gradients; muon always keeps one."""
+    space = {"optim.optimizer.momentum": {"choice": [0.9, 0.0, 0.95]}}
+
+    def scheduler(optimizer: str) -> Scheduler:
+        base = {**BASE, "optim": {"optimizer": {"type": optimizer}}}
+        spec = make_sweep(4, base=base, space=space, scheduler={"type": "pbt", "every": 20})
+        return scheduler_of(spec, check_trials(spec, trials_of(spec)))
+
+    with pytest.raises(ConfigError, match=r"space.optim.optimizer.momentum with scheduler.type=pbt: .*sgd has a mom"):
+        scheduler("sgd")
+    scheduler("muon")
 
 
 def test_a_log_with_trials_of_another_space_is_refused() -> None:

@@ -22,7 +22,8 @@ _COEFFICIENTS = {
     "train.label_smoothing", "train.z_loss", "train.router_aux_loss_coef", "train.router_z_loss_coef",
 }  # fmt: skip
 # An identity leaves optim.optimizer out if it is AdamW with moments as usual.
-_OF_STATE = {"optim.optimizer", "optim.optimizer.type", "optim.optimizer.moments", "optim.groups"}
+_GROUPS = "optim.groups"
+_OF_STATE = {"optim.optimizer", "optim.optimizer.type", "optim.optimizer.moments", _GROUPS}
 _MOMENTUM, _WITHOUT_STATE = "optim.optimizer.momentum", "sgd"
 _SFT_WEIGHT = "train.objective.sft.weight"
 _COUNTED = ("train.objective.desirable_weight", "auto")
@@ -85,7 +86,7 @@ def may_change(key: str, old: Any, new: Any, *, optimizer: str | None = None, ov
     if key.startswith("optim."):
         # Without momentum SGD keeps no sum of gradients; Muon always keeps its mean.
         keeps = key != _MOMENTUM or optimizer not in (None, _WITHOUT_STATE) or bool(old) == bool(new)
-        return key not in _OF_STATE and keeps
+        return key not in _OF_STATE and not key.startswith(f"{_GROUPS}.") and keeps
     if key == _SFT_WEIGHT and over != "answer" and bool(old) != bool(new):
         return False  # prompts become targets, or stop being any, so that other rows are bad, and packed
     if key.startswith("train.objective."):

@@ -46,12 +46,16 @@ def scheduler_of(spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> Schedule
 
 def _check_changes(rule: PbtScheduler, spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> None:
     """Refuse fields that a member would change as a fork of another one, which no fork may change."""
+    types = {config.optim.optimizer.type for config in configs}
+    optimizer = types.pop() if len(types) == 1 else None
     terms = [getattr(config.train.objective, "sft", None) for config in configs]
     tokens = {None if term is None else term.over for term in terms}
     over = tokens.pop() if len(tokens) == 1 else None
     for field, values in spec.values.items():
         changes = field != "train.max_steps" and (rule.change is None or field in rule.change)
-        if changes and not may_change(field, values.items[0], values.items[-1], over=over):
+        first = values.items[0]  # from which all others may come where each may come from each
+        allowed = [may_change(field, first, each, optimizer=optimizer, over=over) for each in values.items]
+        if changes and not all(allowed):
             others = [each for each in spec.values if each != field]
             raise ConfigError(
                 f"space.{field} with scheduler.type=pbt: members go on as forks of others, and {MAY_CHANGE}: name in "
