@@ -18,9 +18,9 @@ from raytune_fsdp.tune.spec import SweepSpec
 from raytune_fsdp.tune.table import Standing
 
 
-def config_now(spec: SweepSpec, trial: Trial, log: Sequence[Entry]) -> FinetuneConfig:
-    """Return the config of a trial's newest run."""
-    return config_of(spec, trial, changes_now(trial, log), generation(trial.number, log))
+def config_now(spec: SweepSpec, trial: Trial, log: Sequence[Entry], *, publishes: bool = False) -> FinetuneConfig:
+    """Return the config of a trial's newest run. `publishes`: as `config_of` has it."""
+    return config_of(spec, trial, changes_now(trial, log), generation(trial.number, log), publishes=publishes)
 
 
 def commands_of(spec: SweepSpec, trial: Trial, log: Sequence[Entry], *, anywhere: bool = False) -> tuple[str, str]:
@@ -36,7 +36,7 @@ def commands_of(spec: SweepSpec, trial: Trial, log: Sequence[Entry], *, anywhere
 
 def put_best(spec: SweepSpec, log: Sequence[Entry], row: Standing) -> None:
     """Write `best.yaml`. `row`: where the best trial stands."""
-    config = config_now(spec, row.trial, log)
+    config = config_now(spec, row.trial, log, publishes=True)
     go_on, again = commands_of(spec, row.trial, log, anywhere=True)
     name, of = config.run.name, ""
     if row.seeds > 1:

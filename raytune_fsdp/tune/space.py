@@ -48,14 +48,20 @@ def run_name_in(sweep: str, variant: int, seed: int | None = None, generation: i
 
 
 def config_of(
-    spec: SweepSpec, trial: Trial, changes: Mapping[str, Any] | None = None, generation: int = 0
+    spec: SweepSpec,
+    trial: Trial,
+    changes: Mapping[str, Any] | None = None,
+    generation: int = 0,
+    *,
+    publishes: bool = False,
 ) -> FinetuneConfig:
     """Return the config of a trial's run, with its name, its storage and its seed. `changes`: those of a fork.
+    `publishes`: with the names under which the base publishes a model, which trials would all replace.
 
     Raises ConfigError, naming the trial and the sweep's fields.
     """
     try:
-        return _config(spec, trial, trial.changes if changes is None else changes, generation)
+        return _config(spec, trial, trial.changes if changes is None else changes, generation, publishes=publishes)
     except ConfigError as error:
         about = _about([trial], trial.changes if changes is None else changes)
         raise ConfigError(*(about + line for line in error.args)) from None
@@ -142,16 +148,34 @@ def _about(trials: Sequence[Trial], changes: Mapping[str, Any]) -> str:
     return f"trial {trials[0].number}{f' ({said})' if said else ''}: "
 
 
-def _config(spec: SweepSpec, trial: Trial, changes: Mapping[str, Any], generation: int) -> FinetuneConfig:
+def _config(
+    spec: SweepSpec, trial: Trial, changes: Mapping[str, Any], generation: int, *, publishes: bool = False
+) -> FinetuneConfig:
     base, flags = spec.base, dict(changes)
     if RECIPE in flags:
         base, flags = str(flags.pop(RECIPE)), {**dict(_leaves(spec.base, "")), **flags}
     flags |= {"run.name": run_name_of(spec, trial, generation), "run.storage": spec.storage, "run.resume": "auto"}
+    # Of a base that is the config of another sweep's run.
+    flags = {field: value for field, value in flags.items() if not field.startswith("run.fork.")}
+    flags |= {"run.stop_after": None, "run.fork": None}
     try:
         config = _loaded(base, flags)
-        return config if not trial.seed else _loaded(base, {**flags, "run.seed": config.run.seed + trial.seed})
+        if trial.seed:
+            config = _loaded(base, {**flags, "run.seed": config.run.seed + trial.seed})
     except ConfigError as error:
         raise ConfigError(*(_in_our_words(str(line), changes) for line in error.args)) from None
+    return config if publishes else _without_names(config, changes)
+
+
+def _without_names(config: FinetuneConfig, changes: Mapping[str, Any]) -> FinetuneConfig:
+    """Return a config that publishes nothing, unless the sweep changes where: then each trial has a name of its own."""
+    export, tracking = config.export, config.tracking
+    if not {"export", "export.push"} & changes.keys():
+        export = export.model_copy(update={"push": None})
+    if not {"tracking", "tracking.mlflow", "tracking.mlflow.register"} & changes.keys():
+        mlflow = tracking.mlflow.model_copy(update={"register": None})
+        tracking = tracking.model_copy(update={"mlflow": mlflow})
+    return config.model_copy(update={"export": export, "tracking": tracking})
 
 
 def _loaded(base: str | Mapping[str, Any], flags: Mapping[str, Any]) -> FinetuneConfig:

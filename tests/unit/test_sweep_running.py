@@ -230,7 +230,9 @@ def test_seeds_in_lines(tmp_path: Path) -> None:
 def test_the_best_of_seeds_is_written_with_its_mean_and_commands_for_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, here = sweep_of(tmp_path, seeds=2), tmp_path / "a b"
+    given = spec_of(tmp_path, "runs", seeds=2)
+    given["base"]["export"] |= {"at_end": True, "push": "me/model"}
+    spec, here = load_sweep(given), tmp_path / "a b"
     here.mkdir()
     monkeypatch.chdir(here)
     place = SweepDir.of(spec)
@@ -250,7 +252,8 @@ def test_the_best_of_seeds_is_written_with_its_mean_and_commands_for_anywhere(
     begin = f"cd {shlex.quote(str(here))} && raytune-fsdp train --config {tmp_path}"
     assert said[2].partition(":")[2].strip() == f"{begin}/runs/rates-001-s0/config.yaml --run.stop_after null"
     assert said[3].partition(":")[2].strip() == f"{begin}/runs/rates/best.yaml --run.name rates-best"
-    assert load_config(place.best).run.name == "rates-001-s0"
+    written = load_config(place.best)
+    assert (written.run.name, written.export.push) == ("rates-001-s0", "me/model")
 
 
 def test_what_is_measured_after_the_sweep_does_not_count(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytune_fsdp.base.errors import ConfigError, UserError
+from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.config.schema import sections_of
 from raytune_fsdp.config.text import parse
@@ -107,6 +108,27 @@ def test_a_fork_has_other_changes_and_a_name_of_its_own() -> None:
     spec = make_sweep()
     config = config_of(spec, trials_of(spec)[1], {"optim.lr": 0.25}, generation=1)
     assert (config.run.name, config.optim.lr, config.train.z_loss) == ("s-001-g1", 0.25, 0.0)
+
+
+def test_what_a_base_says_of_its_own_run_is_not_said_of_trials() -> None:
+    """It may be the config of another sweep's run, and name a place of which there is one."""
+    of_run = {"run": {"name": "rates-003-g2", "stop_after": 50, "fork": {"run": "rates-001", "step": 20}}}
+    published = {"export": {"push": "me/model"}, "tracking": {"mlflow": {"register": "model"}}}
+
+    def said(config: FinetuneConfig) -> list[Any]:
+        return [config.run.stop_after, config.run.fork, config.export.push, config.tracking.mlflow.register]
+
+    spec = make_sweep(2, base={**BASE, **of_run, **published})
+    first = trials_of(spec)[0]
+    assert said(check_trials(spec, [first])[0]) == [None] * 4
+    assert said(config_of(spec, first, publishes=True)) == [None, None, "me/model", "model"]
+    recipes = {"space": {"recipe": {"grid": ["demo"]}}, "search": {"type": "grid"}, "base": {**of_run, **published}}
+    spec = make_sweep(1, **recipes)
+    assert said(check_trials(spec, trials_of(spec))[0]) == [None] * 4
+    with pytest.raises(ConfigError, match="export.push=me/model pushes the export at the end"):  # not when it is over
+        check_trials(make_sweep(2, base={**BASE, "export": {"at_end": False, "push": "me/model"}}), [first])
+    each = make_sweep(2, base=BASE, search={"type": "grid"}, space={"export.push": {"grid": ["me/a", "me/b"]}})
+    assert [config.export.push for config in check_trials(each, trials_of(each))] == ["me/a", "me/b"]
 
 
 @pytest.mark.usefixtures("here")
