@@ -117,11 +117,13 @@ class TrialProcess:
         until = self.config.run.stop_after or last
         assert until is not None
         self.run.attempt(self.run.step)
-        while self.run.step < until:
+        while self.run.step < until:  # not if only its export is lacking
             self.run.train(4)
             self.run.evaluate(others=abs(math.log10(self.config.optim.lr) + 2) / self.run.step)
         self.run.save()
         self.run.end("interrupted" if until != last else "finished")
+        if until == last and self.config.export.at_end:
+            self.run.place.export.mkdir()
         return 130 if until != last else 0
 
     def goes_on_after(self, code: int) -> None:

@@ -121,6 +121,7 @@ def measured_by(spec: SweepSpec, log: Sequence[Entry]) -> Measured:
     """Return what the evaluations of all trials have measured, as far as the log has come: runs may have gone on."""
     found = {}
     for number, each in histories(trials_in(log), log).items():
-        record = measured_in(RunDir.of(config_now(spec, each.trial, log)), spec.metric)
+        config = config_now(spec, each.trial, log)
+        record = measured_in(config, RunDir.of(config), spec.metric)
         found[number] = {step: values for step, values in record.everything.items() if step <= each.step}
     return found

@@ -60,14 +60,15 @@ def test_what_begins_after_its_parent_has_gone_ends_at_once() -> None:
 
 
 def test_a_record_says_what_is_measured_and_whether_the_run_is_over(tmp_path: Path) -> None:
-    assert measured_in(Recorded(tmp_path / "none").place, None).has(None) is False
+    config = checked(sweep_of(tmp_path))[0][0]
+    assert measured_in(config, Recorded(tmp_path / "none").place, None).has(None) is False
     run = Recorded(tmp_path / "run")
     run.attempt()
     run.train(3)
-    found = measured_in(run.place, None)
+    found = measured_in(config, run.place, None)
     assert found.began and not found.over and not found.has(3)
     run.end("finished")
-    assert measured_in(run.place, None).over and measured_in(run.place, None).has(7)
+    assert measured_in(config, run.place, None).over and measured_in(config, run.place, None).has(7)
 
 
 def test_times_are_added_up_and_what_is_no_time_is_left_out(tmp_path: Path) -> None:
@@ -372,3 +373,50 @@ def test_a_trial_is_left_out_by_the_name_of_a_fork_too(tmp_path: Path, monkeypat
     log = left_out.sweep()
     assert errors(log) == ["it was left out (skip)"]
     assert [entry.step for entry in log if isinstance(entry, Draw) and entry.trial == 0][:2] == [4, 8], "it has another"
+
+
+# Exports.
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_an_export_that_fails_is_tried_again_and_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    def with_exports(storage: str) -> Trials:
+        given = spec_of(tmp_path, storage, space={"optim.lr": {"grid": [1e-3, 1e-2]}})
+        given["base"]["export"]["at_end"] = True
+        return Trials(load_sweep(given), monkeypatch)
+
+    def without_an_export(trial: TrialProcess) -> int:
+        trial.to_its_end()
+        trial.run.place.export.rmdir()
+        trial.said = "the disk is full"
+        return code
+
+    whole = with_exports("whole").sweep()
+    trials = with_exports("again")
+    trials.does["rates-001"] = [TrialProcess.to_its_end, without_an_export]
+    if code == 2:
+        with pytest.raises(ConfigError, match="rates-001 is refused, so the sweep stops: the disk is full"):
+            trials.sweep()
+    assert trials.sweep() == whole and (trials.place.path.parent / "rates-001" / "export").is_dir()
+    assert (code == 2) or "rates-001 has failed and is tried again: the disk is full" in capsys.readouterr().out
+
+
+def test_an_export_that_was_stopped_is_made_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = spec_of(tmp_path, "runs", space={"optim.lr": {"grid": [1e-3, 1e-2]}})
+    given["base"]["export"]["at_end"] = True
+    trials = Trials(load_sweep(given), monkeypatch)
+
+    def exports_on(trial: TrialProcess) -> None:
+        trial.to_its_end()
+        trial.run.place.export.rmdir()
+
+    trials.does["rates-001"] = [TrialProcess.to_its_end, exports_on]
+    trials.stops = lambda: len(trials.started) > 2
+    with pytest.raises(Interrupted):
+        trials.sweep()
+    trials.stops = lambda: 0
+    assert TrialEnded(1, 16) in trials.sweep() and (trials.place.path.parent / "rates-001" / "export").is_dir()

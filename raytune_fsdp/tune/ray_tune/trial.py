@@ -43,6 +43,7 @@ from raytune_fsdp.tune.ray_tune.reference import (
     hash_of,
     with_run,
 )
+from raytune_fsdp.tune.running.values import has_export
 
 DRIVER_MEMORY = 1 << 30
 """What a trial asks Tune for: the memory of its actor and of the process that drives its run. No CPU: the ranks ask for
@@ -282,7 +283,7 @@ def _is_complete(config: FinetuneConfig, place: RunDir) -> bool:
     with suppress(RaytuneError, OSError, ValueError):
         events = [event for event in read_events(place.events) if event["event"] == names.ATTEMPT_ENDED]
     finished = bool(events) and events[-1]["fields"].get("status") == "finished"
-    return finished and (place.export.is_dir() or not config.export.at_end)
+    return finished and has_export(config, place)
 
 
 def _is_planned(place: RunDir, step: int) -> bool:

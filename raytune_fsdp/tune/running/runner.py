@@ -260,7 +260,7 @@ class Runner:
     def _read(self, number: int, run: TrialRun) -> None:
         """Read what the record of a run says, and note what is new."""
         known = {each.step for each in self._found if isinstance(each, Value) and each.trial == number}
-        run.measured, metric = measured_in(run.place, self._spec.metric), self._spec.metric
+        run.measured, metric = measured_in(run.config, run.place, self._spec.metric), self._spec.metric
         measured = {name for values in run.measured.everything.values() for name in values}
         if metric is not None and measured and metric not in measured:
             raise ConfigError(

@@ -33,7 +33,7 @@ class TrialRecord:
     attempt: int = 0
     """The newest attempt; 0 if none has begun."""
     over: bool = False
-    """Whether the run has come to its end, and has said so."""
+    """Whether the run has come to its end, has said so, and has its export, if it is to have one."""
     failure: str = ""
     """How training itself has failed in the newest attempt; empty if it has not."""
     gave_up: str = ""
@@ -50,7 +50,12 @@ class TrialRecord:
         return self.over or (until is not None and self.committed >= until and until in self.values)
 
 
-def measured_in(place: RunDir, metric: str | None) -> TrialRecord:
+def has_export(config: FinetuneConfig, place: RunDir) -> bool:
+    """Return whether a run that has trained to its end has made its export, or is to make none."""
+    return not config.export.at_end or place.export.is_dir()
+
+
+def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> TrialRecord:
     """Read what the record of a run says. What cannot be read is not there: the run's next attempt mends it."""
     evaluations: dict[int, dict[str, float]] = {}
     with suppress(RaytuneError, OSError):
@@ -76,7 +81,7 @@ def measured_in(place: RunDir, metric: str | None) -> TrialRecord:
         everything=evaluations,
         committed=newest,
         attempt=attempt,
-        over=over,
+        over=over and has_export(config, place),
         failure=failure,
         gave_up=gave_up,
     )
