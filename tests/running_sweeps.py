@@ -108,7 +108,7 @@ class TrialProcess:
 
     def __init__(self, config: FinetuneConfig, run: Recorded, does: Callable[[TrialProcess], int | None]) -> None:
         self.config, self.run, self.said = config, run, ""
-        self.stops, self.asked = 0, False
+        self.stops, self.asked, self.ends_when_stopped = 0, False, True
         self._code = does(self)
 
     def to_its_end(self) -> int:
@@ -150,7 +150,8 @@ class TrialProcess:
 
     def stop(self) -> None:
         self.stops, self.asked = self.stops + 1, True
-        self._code = 130 if self._code is None else self._code
+        if self._code is None and self.ends_when_stopped:
+            self._code = 130
 
     def kill(self) -> None:
         self._code = -9

@@ -22,6 +22,7 @@ from raytune_fsdp.base.errors import Interrupted
 
 _TOGETHER_SECONDS = 1.0  # Ctrl-C and some schedulers signal the process and its group: one press arrives twice
 _KINDS = (signal.SIGTERM, signal.SIGINT)
+_PR_SET_PDEATHSIG = 1
 
 STACKS_SIGNAL = signal.SIGUSR1
 """At this, a rank writes the stacks of all its threads to its standard error, whatever it is doing."""
@@ -170,6 +171,10 @@ class Signals:
             return  # the same signal, sent twice
         self._last = now
         self.count += 1
+        if sys.platform == "linux":
+            # Who has asked for a stop may be gone before it is done, as the command of a sweep in a job that is
+            # stopped. The kernel would say so by the same signal, and that is no wish to stop at once.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         if not self._holding:
             self._holding = True  # raise only once: clean-up must not be interrupted
             self._raised = Signals._lost = SignalReceived(f"stopped by {signal.Signals(kind).name} {self._when}")

@@ -19,6 +19,7 @@ import yaml
 from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError, TrainingError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config, recorded_text
+from raytune_fsdp.launch.environment import with_package
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import SweepBoard
@@ -51,6 +52,36 @@ def test_what_is_tied_to_a_process_ends_with_it() -> None:
         children = psutil.Process(parent.pid).children()
         parent.kill()
     assert len(children) == 1 and not psutil.wait_procs(children, timeout=10)[1]
+
+
+def test_a_trial_that_was_asked_to_stop_is_not_asked_again_when_the_sweep_is_gone(tmp_path: Path) -> None:
+    """Ray ends a job three seconds after it has asked it to stop; the trial then still commits."""
+    trial = tmp_path / "trial.py"
+    trial.write_text(
+        "import os, sys, time\n"
+        "from raytune_fsdp.launch.signals import Signals\n"
+        "with Signals() as signals:\n"
+        "    signals.hold()\n"
+        "    parent = os.getppid()\n"
+        "    open('here', 'w').close()\n"
+        "    while signals.count == 0 or os.getppid() == parent: time.sleep(0.01)\n"
+        "    time.sleep(0.5)\n"
+        "    open(f'asked-{signals.count}', 'w').close()\n"
+    )
+    tied_trial = [sys.executable, "-I", "-S", tied.__file__]
+    starts = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([*{tied_trial!r}, str(os.getpid()), sys.executable, {str(trial)!r}])\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", starts], cwd=tmp_path, env=with_package(os.environ)) as parent:
+        while not (tmp_path / "here").exists():
+            time.sleep(0.01)
+        (child,) = psutil.Process(parent.pid).children()
+        child.terminate()
+        time.sleep(1.1)  # sooner it would be the same signal, sent twice
+        parent.kill()
+    assert not psutil.wait_procs([child], timeout=10)[1] and (tmp_path / "asked-1").exists()
 
 
 def test_what_begins_after_its_parent_has_gone_ends_at_once() -> None:
@@ -420,3 +451,36 @@ def test_an_export_that_was_stopped_is_made_by_the_next_command(
         trials.sweep()
     trials.stops = lambda: 0
     assert TrialEnded(1, 16) in trials.sweep() and (trials.place.path.parent / "rates-001" / "export").is_dir()
+
+
+# Stops.
+
+
+def test_a_trial_that_commits_is_not_ended_by_a_stop_of_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision has stopped it, and it still saves."""
+    space, median = {"optim.lr": {"grid": [1e-2, 1e-2, 1e-2, 1.0, 1e-2]}}, {"type": "median", "grace": 3}
+    trials = Trials(sweep_of(tmp_path, space=space, scheduler=median), monkeypatch)
+
+    def saves_long(trial: TrialProcess) -> None:
+        trial.run.attempt()
+        trial.run.train(4)
+        trial.run.evaluate(others=9.0)
+        trial.ends_when_stopped = False
+
+    trials.does |= {"rates-003": [saves_long], "rates-004": [lambda trial: trial.run.attempt()]}
+    looks = iter(range(1000))
+
+    def stopped_while_it_saves() -> int:
+        (saving,) = [trial for trial in trials.started if not trial.ends_when_stopped] or [None]
+        if saving is None or not saving.asked:
+            return 0
+        if next(looks) > 20:
+            saving.ends(130)
+        return 1
+
+    trials.stops = stopped_while_it_saves
+    with pytest.raises(Interrupted):
+        trials.sweep()
+    assert [trial.stops for trial in trials.started if not trial.ends_when_stopped] == [1]

@@ -336,7 +336,8 @@ class Runner:
         stopping = {number: run for number, run in self._runs.items() if run.child is not None}
         running = [run.child for run in stopping.values() if run.child is not None]
         for child in running:
-            child.stop()
+            if not child.asked:  # one that commits must not be ended
+                child.stop()
         if many := len(running):
             commit = "trial commits" if many == 1 else "trials commit"
             self._board.say(f"stopping: {many} {commit} a checkpoint (again to stop at once)")
