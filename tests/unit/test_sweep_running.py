@@ -153,6 +153,11 @@ def test_a_run_of_other_settings_is_no_trial(tmp_path: Path) -> None:
     check_own(first, place)
     with pytest.raises(ResumeError, match=r"rates-000 has a run of other settings .*optim.lr=0.01 \(there 0.001\)"):
         check_own(second, place)
+    place.config.unlink()
+    (place.path / "sweep.yaml").touch()
+    with pytest.raises(ResumeError, match=r"rates-000 is a sweep, and a trial of this one has the same name: move it"):
+        check_own(first, place)
+    (place.path / "sweep.yaml").unlink()
     place.config.write_text("train: [")
     with pytest.raises(ResumeError, match=r"config.yaml cannot be read, so nothing says whose run it is"):
         check_own(first, place)

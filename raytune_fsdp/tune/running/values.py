@@ -15,6 +15,7 @@ from raytune_fsdp.config.problems import shown
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
+from raytune_fsdp.tune.place import SWEEP_FILE
 from raytune_fsdp.tune.space import base_of, differing
 
 _MOST_STEPS = 1 << 62
@@ -88,10 +89,16 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
 
 
 def check_own(config: FinetuneConfig, place: RunDir) -> None:
-    """Refuse a run of other settings where a trial's run belongs: what it has measured would count as the trial's.
+    """Refuse a run of other settings where a trial's run belongs: what it has measured would count as the trial's. And
+    a sweep, whose files the run's would be among.
 
     `config`: that of the trial. Raises ResumeError.
     """
+    if (place.path / SWEEP_FILE).exists():
+        raise ResumeError(
+            f"{place.path} is a sweep, and a trial of this one has the same name: move it away, or give this sweep "
+            "another name"
+        )
     if not place.config.is_file():
         return
     try:
