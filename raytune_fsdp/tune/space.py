@@ -103,9 +103,11 @@ def check_skip(spec: SweepSpec) -> None:
 
 
 def base_of(config: FinetuneConfig) -> dict[str, Any]:
-    """Return what the config of a trial says itself of what its run learns and when that is measured, for the log.
+    """Return what the config of a trial says itself of what its run learns, and of when and on what that is measured,
+    for the log.
 
-    Of files only the names: where they are decides nothing. What is in them, the identity of each run has.
+    Of files only the names: where they are decides nothing. What is in those that it learns from, the identity of each
+    run has.
     """
     sections = {"optim": config.optim, "method": config.method, "train": config.train}
     named_each = {name: named(name, each, exclude=_DECIDES_NOTHING) for name, each in sections.items()}
@@ -116,6 +118,7 @@ def base_of(config: FinetuneConfig) -> dict[str, Any]:
         "model.init": config.model.init,
         "parallel.precision": config.parallel.precision,
         "eval.every": config.eval.every,
+        **dict(zip(ADDED_LATER, _measured_on(config), strict=True)),
         **{f"{name}.{key}": value for name, each in named_each.items() for key, value in each.items()},
         **{f"data.{key}": value for key, value in decided_by_data(config.data).items()},
         "data.train": [
@@ -129,6 +132,26 @@ def base_of(config: FinetuneConfig) -> dict[str, Any]:
         ],
     }
     found: dict[str, Any] = json.loads(json.dumps(entries, default=str))
+    return found
+
+
+def _measured_on(config: FinetuneConfig) -> Iterator[Any]:
+    """Yield what decides what an evaluation measures, and whether it ends the run (`ADDED_LATER`)."""
+    data, early = config.data.eval, config.eval.early_stop
+    for chosen in (data if isinstance(data, list) else [data], config.eval.tasks, [] if early is None else [early]):
+        yield [_by_names(each.model_dump(mode="json", exclude_defaults=True)) for each in chosen]
+
+
+def _by_names(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a section says, of files only their names."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            found[key] = _by_names(value)
+        elif key in _NAME_FILES and isinstance(value, str) and "\n" not in value:
+            found[key] = PurePath(value).name
+        else:
+            found[key] = value
     return found
 
 
@@ -204,5 +227,8 @@ _MOST_PROBLEMS = 20
 _FORK = re.compile("-g[1-9][0-9]*$")
 """How the name of a trial's run ends that is a fork (`run_name_in`)."""
 _UNSET = "not set"
+ADDED_LATER = ("data.eval", "eval.tasks", "eval.early_stop")
+"""Entries of `base_of` that logs of older versions lack, whatever their bases said."""
+_NAME_FILES = ("path", "function", "chat_template")
 _DECIDES_NOTHING = ("max_skipped", "log_every", "adapter", "loss")
 """Fields that the identity of a run does not have, and those that name files."""

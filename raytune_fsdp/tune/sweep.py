@@ -20,7 +20,7 @@ from raytune_fsdp.tune.log import Entry, SweepBegun, SweepLog, Trial, trials_in
 from raytune_fsdp.tune.place import SweepDir, as_run
 from raytune_fsdp.tune.running.cluster import ray_for, threads_for
 from raytune_fsdp.tune.running.runner import Runner
-from raytune_fsdp.tune.running.values import measured_in
+from raytune_fsdp.tune.running.values import check_begins, measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
 from raytune_fsdp.tune.space import check_skip, check_trials, trials_of
@@ -82,6 +82,8 @@ def sweep(
         log = SweepLog(place.log)
         begun = begun_of(spec, first, threads_for(first, spec.concurrent))
         check_same(spec, begun, log.entries)
+        if not log.entries:
+            check_begins(spec)
         replace_durably(place.spec, sweep_text(spec), private=True)
         before(configs, scheduler)
         if not log.entries:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.errors import ConfigError, ResumeError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.problems import shown
-from raytune_fsdp.tune.log import WAY_OUT, Draw, Entry, SweepBegun, trials_in
+from raytune_fsdp.tune.log import WAY_OUT, Draw, Entry, SweepBegun, Trial, trials_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
-from raytune_fsdp.tune.space import base_of, differing, trials_of
-from raytune_fsdp.tune.spec import OptunaSearch, SweepSpec
+from raytune_fsdp.tune.space import ADDED_LATER, base_of, config_of, differing, trials_of
+from raytune_fsdp.tune.spec import RECIPE, OptunaSearch, SweepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ def turn(spec: SweepSpec, scheduler: Scheduler, log: Sequence[Entry], found: Seq
 
 def begun_of(spec: SweepSpec, first: FinetuneConfig, threads: int | None = None) -> SweepBegun:
     """Return the first entry of a sweep's log. `first`: the config of its first trial. `threads`: what it says."""
-    return SweepBegun(spec.decides, base_of(first), spec.highest, threads)
+    recipes = {_RECIPES: _bases_of_recipes(spec)} if RECIPE in spec.space else {}
+    return SweepBegun(spec.decides, {**base_of(first), **recipes}, spec.highest, threads)
 
 
 def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
@@ -62,7 +65,7 @@ def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
     was = next((entry for entry in log if isinstance(entry, SweepBegun)), now)
     decides = {**was.decides, "highest": was.highest}, {**now.decides, "highest": now.highest}
     follows = [(each, "and its log follows from that") for each in differing(*decides)]
-    follows += [(each, "and so are the trials that it compares") for each in differing(was.base, now.base)]
+    follows += [(each, "and so are the trials that it compares") for each in _of_bases(was.base, now.base)]
     other = [
         f"{field}={shown(new)}: the sweep {spec.name} was begun with {shown(old)}, {why}: set it back, or give the "
         "sweep another name"
@@ -81,3 +84,31 @@ def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
             raise ResumeError(
                 f"the log of {spec.name} changes {strange_fields[0]} of trial {trial}, which is not in space: {WAY_OUT}"
             )
+
+
+def _of_bases(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what differs in the base, or in those of the recipes. What a log of an older version lacks is the same."""
+    pairs = {"": (was, now)}
+    before = was.get(_RECIPES)
+    for recipe, base in now.get(_RECIPES, {}).items():
+        if isinstance(before, Mapping) and isinstance(before.get(recipe), Mapping):
+            pairs[f" of the recipe {recipe}"] = (before[recipe], base)
+    for about, (old, new) in pairs.items():
+        lacking = {key: new[key] for key in ADDED_LATER if key in new}
+        for field, then, today in differing({**lacking, **old}, new):
+            if field != _RECIPES:
+                yield f"{field}{about}", then, today
+
+
+def _bases_of_recipes(spec: SweepSpec) -> dict[str, dict[str, Any]]:
+    """Return what the config of a trial says with each recipe, and with the first values of the other fields."""
+    found = {}
+    for recipe in spec.values[RECIPE].items:
+        changes = {field: recipe if field == RECIPE else values.items[0] for field, values in spec.values.items()}
+        with suppress(ConfigError):  # they may not go together, where values are drawn
+            found[str(recipe)] = base_of(config_of(spec, Trial(0, changes, 0)))
+    return found
+
+
+_RECIPES = "recipes"
+"""In the base of a sweep whose trials have recipes: that of each (`_bases_of_recipes`)."""

@@ -29,7 +29,7 @@ from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.running import tied
 from raytune_fsdp.tune.running.cluster import threads_for
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
-from raytune_fsdp.tune.running.values import check_own, measured_in
+from raytune_fsdp.tune.running.values import check_begins, check_own, measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
 from raytune_fsdp.tune.space import check_trials, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, load_sweep
@@ -161,6 +161,25 @@ def test_a_run_of_other_settings_is_no_trial(tmp_path: Path) -> None:
     place.config.write_text("train: [")
     with pytest.raises(ResumeError, match=r"config.yaml cannot be read, so nothing says whose run it is"):
         check_own(first, place)
+
+
+def test_a_sweep_does_not_begin_with_what_nobody_knows_to_be_its_own(tmp_path: Path) -> None:
+    """The log was removed and not the runs: what they were measured on may have changed since."""
+    spec, storage = sweep_of(tmp_path), tmp_path / "runs"
+    for name in ("rates-best", "rates-000-more", "rates-0001", "rates-001-s1"):
+        run = Recorded(storage, name)
+        run.attempt()
+        run.train(4)
+        if name != "rates-001-s1":
+            run.evaluate(others=1.0)
+    check_begins(spec)
+    Recorded(storage, "rates-003-g2").attempt()
+    check_begins(spec)
+    run.evaluate(others=1.0)
+    with pytest.raises(
+        ResumeError, match=r"rates-001-s1 has been measured already, and the sweep has no log .*/rates/"
+    ):
+        sweep(spec)
 
 
 def test_what_cannot_be_compared_or_begun_is_refused_at_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from raytune_fsdp.base.errors import ConfigError, ResumeError
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.text import dump
 from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepBegun, Trial, TrialEnded, Value, changes_now, trials_in
 from raytune_fsdp.tune.schedulers.asha import Asha
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
@@ -20,8 +22,8 @@ from raytune_fsdp.tune.schedulers.median import Median
 from raytune_fsdp.tune.schedulers.pbt import Pbt
 from raytune_fsdp.tune.schedulers.protocol import Scheduler
 from raytune_fsdp.tune.schedulers.rungs import Rungs
-from raytune_fsdp.tune.space import check_trials, trials_of
-from raytune_fsdp.tune.spec import PbtScheduler, Values
+from raytune_fsdp.tune.space import ADDED_LATER, check_trials, trials_of
+from raytune_fsdp.tune.spec import PbtScheduler, SweepSpec, Values
 from raytune_fsdp.tune.table import best_of, leaderboard
 from raytune_fsdp.tune.turn import begun_of, check_same
 from tests.sweeps import BASE, LAST, World, check_follows, load_base, make_sweep, play
@@ -327,6 +329,54 @@ def test_another_sweep_does_not_go_on() -> None:
     check_same(spec, begun_of(spec, base), log)
     with pytest.raises(ResumeError, match=r'search=.*"trials": 3.*the sweep s was begun with .*"trials": 2'):
         check_same(make_sweep(3), begun_of(make_sweep(3), base), log)
+
+
+def test_a_sweep_does_not_go_on_with_another_evaluation() -> None:
+    """One rung would compare what was measured on two sets of rows."""
+    spec = make_sweep(2)
+    data = {"train": BASE["data"]["train"], "eval": [{"name": "held", "path": "here/e.jsonl", "rows": {"first": 50}}]}
+
+    def begun(**sections: Any) -> SweepBegun:
+        return begun_of(spec, load_config({**BASE, "data": data, **sections}))
+
+    def with_eval(**changes: Any) -> SweepBegun:
+        return begun(data={**data, "eval": [{**data["eval"][0], **changes}]})
+
+    log = [begun()]
+    check_same(spec, with_eval(path="there/e.jsonl"), log)
+    task = {"type": "choices", "path": "questions.jsonl"}
+    for other, field in [
+        (with_eval(path="here/f.jsonl"), "data.eval"),
+        (with_eval(rows={"first": 60}), "data.eval"),
+        (with_eval(name="other"), "data.eval"),
+        (with_eval(format={"type": "completion"}), "data.eval"),
+        (begun(data={**data, "eval": {"fraction": 0.1}}), "data.eval"),
+        (begun(eval={**BASE["eval"], "tasks": [task]}), "eval.tasks"),
+        (begun(eval={**BASE["eval"], "early_stop": {}}), "eval.early_stop"),
+    ]:
+        with pytest.raises(ResumeError, match=rf"^{field}=.*the sweep s was begun with .*, and so are the trials"):
+            check_same(spec, other, log)
+        # A log of an older version does not say: it goes on.
+        older = SweepBegun(log[0].decides, {k: v for k, v in log[0].base.items() if k not in ADDED_LATER}, False)
+        check_same(spec, other, [older])
+
+
+def test_a_sweep_does_not_go_on_with_another_recipe(tmp_path: Path) -> None:
+    """Not only that of its first trial."""
+    recipes = [tmp_path / f"{name}.yaml" for name in ("a", "b")]
+
+    def begun(batch: int) -> tuple[SweepSpec, SweepBegun]:
+        for path, size in zip(recipes, (8, batch), strict=True):
+            path.write_text(dump({**BASE, "train": {**BASE["train"], "global_batch": size}}))
+        spec = make_sweep(2, base={}, search={"type": "grid"}, space={"recipe": {"grid": list(map(str, recipes))}})
+        return spec, begun_of(spec, check_trials(spec, trials_of(spec))[0])
+
+    log = [begun(8)[1]]
+    check_same(*begun(8), log)
+    with pytest.raises(ResumeError, match=rf"^train.global_batch of the recipe {recipes[1]}=16: the sweep s was begun"):
+        check_same(*begun(16), log)
+    older = {key: value for key, value in log[0].base.items() if key != "recipes"}
+    check_same(*begun(16), [SweepBegun(log[0].decides, older, False)])
 
 
 def test_a_sweep_does_not_go_on_with_another_base() -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import glob
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.config.problems import shown
-from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.plan.run_dir import METRICS_FILE, RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
-from raytune_fsdp.tune.place import SWEEP_FILE
+from raytune_fsdp.tune.place import SWEEP_FILE, SweepDir
 from raytune_fsdp.tune.space import base_of, differing
+from raytune_fsdp.tune.spec import SweepSpec
 
 _MOST_STEPS = 1 << 62
 
@@ -111,3 +115,23 @@ def check_own(config: FinetuneConfig, place: RunDir) -> None:
             f"{place.path} has a run of other settings than this trial of the sweep has: {', '.join(other)}: move it "
             "away, or give the sweep another name"
         )
+
+
+def check_begins(spec: SweepSpec) -> None:
+    """Refuse to begin a sweep whose trials have been measured: nothing says on what, and no process would be started
+    that finds out. Raises ResumeError."""
+    place = SweepDir.of(spec)
+    own = re.compile(re.escape(spec.name) + "-[0-9]{3}(-s[0-9]+)?(-g[0-9]+)?")
+    there = sorted(place.path.parent.glob(f"{glob.escape(spec.name)}-*"))
+    measured = [path for path in there if own.fullmatch(path.name) and _is_measured(path)]
+    if measured:
+        raise ResumeError(
+            f"{measured[0]} has been measured already, and the sweep has no log ({place.log}), so nothing says on "
+            f"what: move away the {len(measured)} runs of this name, put back the log, or give the sweep another name"
+        )
+
+
+def _is_measured(run: Path) -> bool:
+    with suppress(RaytuneError, OSError):
+        return bool(read_evaluations(run / METRICS_FILE, _MOST_STEPS))
+    return True  # it cannot be read
