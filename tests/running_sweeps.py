@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import subprocess
@@ -167,6 +168,8 @@ class Trials:
         self.started: list[TrialProcess] = []
         self.runs: dict[str, Recorded] = {}
         self.stops: Callable[[], int] = lambda: 0
+        self.away = 0
+        """How often checkpoints cannot be listed."""
         patch.setattr(runner, "Child", self._start)
         patch.setattr(runner, "_AGAIN_SECONDS", (0.0, 0.0))
         patch.setattr(runner, "_LOOK_SECONDS", 0.001)
@@ -197,5 +200,8 @@ class Trials:
         return self.started[-1]
 
     def _committed(self, location: str) -> list[Any]:
+        if self.away:
+            self.away -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         saved = [event for event in each_event(Path(location).parent / "events.jsonl") if event["event"] == "saved"]
         return [SimpleNamespace(step=event["fields"]["step"], lasting=True) for event in saved]

@@ -508,3 +508,15 @@ def test_a_trial_that_commits_is_not_ended_by_a_stop_of_the_sweep(
     with pytest.raises(Interrupted):
         trials.sweep()
     assert [trial.stops for trial in trials.started if not trial.ends_when_stopped] == [1]
+
+
+def test_a_trial_whose_checkpoints_cannot_be_listed_was_stopped_by_nobody(trials: Trials) -> None:
+    """It has come to its rung, and storage does not answer for a moment."""
+
+    def is_away(trial: TrialProcess) -> int:
+        trials.away = 1
+        return trial.to_its_end()
+
+    trials.does["rates-001"] = [is_away]
+    log = trials.sweep()
+    assert not errors(log) and Decision(4, (1,), (0,)) in log

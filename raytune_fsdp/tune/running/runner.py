@@ -291,6 +291,9 @@ class Runner:
             self._over(number, run)
         elif run.measured.has(run.until) or child.asked:
             pass
+        elif code == _INTERRUPTED and run.measured.unlisted:
+            # It may have come to its rung: nobody need have stopped it.
+            self._failed(number, run, code, f"its checkpoints cannot be listed: {run.measured.unlisted}")
         elif code == _INTERRUPTED:
             raise Interrupted(f"{run.name} was stopped by somebody else, so the sweep stops; the same command goes on")
         else:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError
+from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError, in_one_line
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
@@ -34,7 +34,9 @@ class TrialRecord:
     everything: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """All that evaluations have measured, by step."""
     committed: int = 0
-    """The step of the newest checkpoint that no clock has chosen; 0 if there is none."""
+    """The step of the newest checkpoint that no clock has chosen; 0 if there is none, or if they cannot be listed."""
+    unlisted: str = ""
+    """Why its checkpoints cannot be listed; empty if they can."""
     attempt: int = 0
     """The newest attempt; 0 if none has begun."""
     over: bool = False
@@ -65,9 +67,11 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
     evaluations: dict[int, dict[str, float]] = {}
     with suppress(RaytuneError, OSError):
         evaluations = read_evaluations(place.metrics, _MOST_STEPS)
-    newest = 0
-    with suppress(RaytuneError, OSError):
+    newest, unlisted = 0, ""
+    try:
         newest = max((each.step for each in committed(place.checkpoints) if each.lasting), default=0)
+    except (RaytuneError, OSError) as error:
+        unlisted = in_one_line(error)
     attempt, over, failure, gave_up = 0, False, "", ""
     with suppress(RaytuneError, OSError):
         for event in each_event(place.events):
@@ -85,6 +89,7 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
         values={step: math.nan if value is None else value for step, value in sorted(values.items())},
         everything=evaluations,
         committed=newest,
+        unlisted=unlisted,
         attempt=attempt,
         over=over and has_export(config, place),
         failure=failure,
