@@ -7,13 +7,14 @@ crash may leave half a line, which is cut. Times are in `times.jsonl` beside it,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.durable import open_private, sync_directory
-from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.base.untrusted import (
     MIB,
     UnsoundError,
@@ -141,23 +142,27 @@ class SweepLog:
         return self._entries
 
     def append(self, entries: Iterable[Entry]) -> None:
-        """Add entries, and wait until storage has them. After a crash the last of them may be missing."""
+        """Add entries, and wait until storage has them. After a crash the last of them may be missing.
+
+        Raises TransientError if they cannot be written.
+        """
         added = list(entries)
         if not added:
             return
         content = b"".join(map(line_of, added))
-        begins = not self.path.exists()
-        try:
-            with open(self.path, "ab", opener=open_own) as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            if self.path.exists():
-                self._cut()  # what comes next must not follow half a line
-            raise
-        if begins:
-            sync_directory(self.path.parent)
+        with writing(self.path):
+            begins = not self.path.exists()
+            try:
+                with open(self.path, "ab", opener=open_own) as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                if self.path.exists():
+                    self._cut()  # what comes next must not follow half a line
+                raise
+            if begins:
+                sync_directory(self.path.parent)
         self._entries += added
         self._size += len(content)
 
@@ -168,6 +173,18 @@ class SweepLog:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in one line that a file of a sweep cannot be written, if so. Raises TransientError."""
+    try:
+        yield
+    except OSError as error:
+        raise TransientError(
+            f"{path} cannot be written: {error.strerror or error}: make room or make it writable; the same command "
+            "goes on"
+        ) from error
 
 
 def open_own(name: str, flags: int) -> int:

@@ -16,7 +16,7 @@ from raytune_fsdp.plan.run_dir import RunDir, is_run
 from raytune_fsdp.tune.best import config_now, put_best
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.history import histories
-from raytune_fsdp.tune.log import Entry, SweepBegun, SweepLog, Trial, trials_in
+from raytune_fsdp.tune.log import Entry, SweepBegun, SweepLog, Trial, trials_in, writing
 from raytune_fsdp.tune.place import SweepDir, as_run
 from raytune_fsdp.tune.running.cluster import ray_for, threads_for
 from raytune_fsdp.tune.running.runner import Runner
@@ -78,13 +78,15 @@ def sweep(
     spec.budget.check_until()
     with locked(run), Signals("before a trial was started; nothing is lost") as signals:
         lease = lease_of(RunDir.of(run).lock)
-        make_private(place.path)
+        with writing(place.path):
+            make_private(place.path)
         log = SweepLog(place.log)
         begun = begun_of(spec, first, threads_for(first, spec.concurrent))
         check_same(spec, begun, log.entries)
         if not log.entries:
             check_begins(spec)
-        replace_durably(place.spec, sweep_text(spec), private=True)
+        with writing(place.spec):
+            replace_durably(place.spec, sweep_text(spec), private=True)
         before(configs, scheduler)
         if not log.entries:
             log.append([begun])

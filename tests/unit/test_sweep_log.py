@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytune_fsdp.base.errors import ResumeError
+from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.tune.log import (
     Decision,
     Draw,
@@ -144,7 +144,7 @@ def test_after_a_full_disk_the_log_goes_on(path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(TransientError, match="log.jsonl cannot be written: File too large: make room or make it"):
             log.append(ENTRIES[3:])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

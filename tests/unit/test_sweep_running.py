@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError, TrainingError
+from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError, TrainingError, TransientError
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config, recorded_text
 from raytune_fsdp.launch.environment import with_package
@@ -520,3 +521,15 @@ def test_a_trial_whose_checkpoints_cannot_be_listed_was_stopped_by_nobody(trials
     trials.does["rates-001"] = [is_away]
     log = trials.sweep()
     assert not errors(log) and Decision(4, (1,), (0,)) in log
+
+
+def test_a_full_disk_under_the_sweep_is_said_in_a_line(trials: Trials) -> None:
+    def full(*_: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    trials.patch.setattr("raytune_fsdp.tune.running.runner.Child", full)
+    with pytest.raises(TrainingError, match=r"^rates-000 cannot be started: .*No space left on device; mend that, and"):
+        trials.sweep()
+    trials.patch.setattr("raytune_fsdp.tune.sweep.replace_durably", full)
+    with pytest.raises(TransientError, match=r"sweep.yaml cannot be written: No space left on device: make room or"):
+        sweep(trials.spec)

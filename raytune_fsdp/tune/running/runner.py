@@ -223,9 +223,14 @@ class Runner:
         tree["tracking"]["mlflow"]["parent"] = self._parent
         config = FinetuneConfig.model_validate({**tree, "run": {**tree["run"], **changed}})
         output = self._place.output(run.name)
-        output.parent.mkdir(exist_ok=True)
         run.until, run.since, run.said, run.attempt = stretch.until, time.monotonic(), False, run.measured.attempt
-        run.child = Child(config, output, self._cluster.variables)
+        try:
+            output.parent.mkdir(exist_ok=True)
+            run.child = Child(config, output, self._cluster.variables)
+        except OSError as error:  # such as a full disk, under the sweep or under /tmp
+            raise TrainingError(
+                f"{run.name} cannot be started: {in_one_line(error)}; mend that, and the same command goes on"
+            ) from error
         self._cluster.used_by(run.child.pid)
         self._times.started(stretch.trial, run.name, stretch.until)
         self._board.started(run.name, stretch.until)
