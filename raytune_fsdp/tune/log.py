@@ -1,7 +1,8 @@
 """The log of a sweep: the truth about it, from which everything else follows.
 
-A line for each entry, only ever added to, without times or paths: two sweeps that went the same way have equal logs. A
-crash may leave half a line, which is cut. Times are in `times.jsonl` beside it, which nothing is decided by.
+A line for each entry, only ever added to (but that a metric may be set right until something follows from it), without
+times or paths: two sweeps that went the same way have equal logs. A crash may leave half a line, which is cut. Times
+are in `times.jsonl` beside it, which nothing is decided by.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.base.durable import open_private, sync_directory
+from raytune_fsdp.base.durable import open_private, replace_durably, sync_directory
 from raytune_fsdp.base.errors import ResumeError, TransientError
 from raytune_fsdp.base.untrusted import (
     MIB,
@@ -165,6 +166,14 @@ class SweepLog:
                 sync_directory(self.path.parent)
         self._entries += added
         self._size += len(content)
+
+    def begin_again(self, begun: SweepBegun) -> None:
+        """Replace the first entry, from which nothing has followed. Raises TransientError if it cannot be written."""
+        entries = [begun, *self._entries[1:]]
+        content = b"".join(map(line_of, entries))
+        with writing(self.path):
+            replace_durably(self.path, content.decode(), private=True)
+        self._entries, self._size = entries, len(content)
 
     def _cut(self) -> None:
         handle = open_regular(self.path, write=True)

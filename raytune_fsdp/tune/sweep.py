@@ -27,7 +27,7 @@ from raytune_fsdp.tune.space import check_skip, check_trials, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, sweep_text
 from raytune_fsdp.tune.table import Measured, best_of, leaderboard
 from raytune_fsdp.tune.tracked import Tracked
-from raytune_fsdp.tune.turn import begun_of, check_same
+from raytune_fsdp.tune.turn import begun_of, check_same, with_metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,10 @@ def sweep(
         before(configs, scheduler)
         if not log.entries:
             log.append([begun])
-        elif isinstance(log.entries[0], SweepBegun):
-            begun = log.entries[0]
+        elif isinstance(was := log.entries[0], SweepBegun):
+            begun = with_metric(was, begun, log.entries)
+            if begun != was:
+                log.begin_again(begun)
         requests = Requests(place.path, token_of(lease))
         tracked, over = Tracked(spec, first), False
         tracked.begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError, ResumeError
@@ -60,9 +60,19 @@ def begun_of(spec: SweepSpec, first: FinetuneConfig, threads: int | None = None)
     return SweepBegun(spec.decides, {**base_of(first), **recipes}, spec.highest, threads)
 
 
+def with_metric(was: SweepBegun, now: SweepBegun, log: Sequence[Entry]) -> SweepBegun:
+    """Return the first entry of a sweep that goes on: as it was, with today's metric if nothing follows from that yet.
+
+    Whether the trials have such a value shows only when one was measured.
+    """
+    if not all(isinstance(entry, SweepBegun | Trial) for entry in log):
+        return was
+    return replace(was, decides={**was.decides, "metric": now.decides.get("metric")}, highest=now.highest)
+
+
 def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
     """Refuse to go on with a log of another sweep. `now`: what its first entry would be. Raises ResumeError."""
-    was = next((entry for entry in log if isinstance(entry, SweepBegun)), now)
+    was = with_metric(next((entry for entry in log if isinstance(entry, SweepBegun)), now), now, log)
     decides = {**was.decides, "highest": was.highest}, {**now.decides, "highest": now.highest}
     follows = [(each, "and its log follows from that") for each in differing(*decides)]
     follows += [(each, "and so are the trials that it compares") for each in _of_bases(was.base, now.base)]

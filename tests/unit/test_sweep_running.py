@@ -25,7 +25,7 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
-from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value
+from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value, read_log
 from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.running import tied
 from raytune_fsdp.tune.running.cluster import threads_for
@@ -532,4 +532,19 @@ def test_a_full_disk_under_the_sweep_is_said_in_a_line(trials: Trials) -> None:
         trials.sweep()
     trials.patch.setattr("raytune_fsdp.tune.sweep.replace_durably", full)
     with pytest.raises(TransientError, match=r"sweep.yaml cannot be written: No space left on device: make room or"):
+        sweep(trials.spec)
+
+
+def test_a_metric_that_nothing_has_may_be_set_right(trials: Trials) -> None:
+    """It shows with the first evaluation, when the log has begun already; from then on it decides."""
+    mistyped = Trials(trials.spec.model_copy(update={"metric": "eval/others/los"}), trials.patch)
+    with pytest.raises(
+        ConfigError, match=r"metric=eval/others/los: .* set it to one that they have: eval/others/loss$"
+    ):
+        sweep(mistyped.spec)
+    right = Trials(trials.spec.model_copy(update={"metric": "eval/others/loss"}), trials.patch)
+    right.runs = mistyped.runs
+    log = sweep(right.spec).log
+    assert log == read_log(right.place.log) and Decision(4, (1,), (0,)) in log
+    with pytest.raises(ResumeError, match=r"^metric=null: the sweep rates was begun with eval/others/loss"):
         sweep(trials.spec)

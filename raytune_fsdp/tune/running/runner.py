@@ -269,7 +269,7 @@ class Runner:
         measured = {name for values in run.measured.everything.values() for name in values}
         if metric is not None and measured and metric not in measured:
             raise ConfigError(
-                f"metric={metric}: the evaluations of {run.name} have no such value; they have "
+                f"metric={metric}: the evaluations of {run.name} have no such value: set it to one that they have: "
                 f"{', '.join(sorted(measured))}"
             )
         new = [Value(number, step, value) for step, value in run.measured.values.items() if step not in known]
