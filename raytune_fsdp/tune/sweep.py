@@ -78,22 +78,7 @@ def sweep(
     spec.budget.check_until()
     with locked(run), Signals("before a trial was started; nothing is lost") as signals:
         lease = lease_of(RunDir.of(run).lock)
-        with writing(place.path):
-            make_private(place.path)
-        log = SweepLog(place.log)
-        begun = begun_of(spec, first, threads_for(first, spec.concurrent))
-        check_same(spec, begun, log.entries)
-        if not log.entries:
-            check_begins(spec)
-        with writing(place.spec):
-            replace_durably(place.spec, sweep_text(spec), private=True)
-        before(configs, scheduler)
-        if not log.entries:
-            log.append([begun])
-        elif isinstance(was := log.entries[0], SweepBegun):
-            begun = with_metric(was, begun, log.entries)
-            if begun != was:
-                log.begin_again(begun)
+        log, begun = _begun(spec, place, first, lambda: before(configs, scheduler))
         requests = Requests(place.path, token_of(lease))
         tracked, over = Tracked(spec, first), False
         tracked.begin()
@@ -121,6 +106,29 @@ def sweep(
     if best is None:
         raise TrainingError(f"no trial of {spec.name} was measured: {place.outputs} has what they have said")
     return SweepResult(log=log.entries, best=best.trial, place=place)
+
+
+def _begun(
+    spec: SweepSpec, place: SweepDir, first: FinetuneConfig, before: Callable[[], None]
+) -> tuple[SweepLog, SweepBegun]:
+    """Return the log of a sweep that begins or goes on, and its first entry. Refuse that of another one."""
+    with writing(place.path):
+        make_private(place.path)
+    log = SweepLog(place.log)
+    begun = begun_of(spec, first, threads_for(first, spec.concurrent))
+    check_same(spec, begun, log.entries)
+    if not log.entries:
+        check_begins(spec)
+    with writing(place.spec):
+        replace_durably(place.spec, sweep_text(spec), private=True)
+    before()
+    if not log.entries:
+        log.append([begun])
+    elif isinstance(was := log.entries[0], SweepBegun):
+        begun = with_metric(was, begun, log.entries)
+        if begun != was:
+            log.begin_again(begun)
+    return log, begun
 
 
 def measured_by(spec: SweepSpec, log: Sequence[Entry]) -> Measured:
