@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -12,29 +12,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raytune_fsdp.base.batch import Stop
-from raytune_fsdp.base.errors import (
-    DamagedError,
-    DataError,
-    HandedOver,
-    Interrupted,
-    RaytuneError,
-    RowError,
-    TrainingError,
-    in_one_line,
-)
+from raytune_fsdp.base.errors import DamagedError, DataError, HandedOver, Interrupted, TrainingError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.quiet import log_warnings
 from raytune_fsdp.launch.signals import SignalReceived
 from raytune_fsdp.launch.torchrun import local_rank
 from raytune_fsdp.model.compile_layers import settings_restored
-from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record import names
-from raytune_fsdp.record.jsonl import append_event, each_event
 from raytune_fsdp.record.tracker import Status
 from raytune_fsdp.run.assemble import LauncherHooks, assemble
 from raytune_fsdp.run.loop import RankRun, train
 from raytune_fsdp.run.measure.out_of_memory import explain, explain_building
+from raytune_fsdp.run.measure.own_failure import put_failure
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.precision import numerics
 
@@ -109,8 +98,7 @@ def work(
         try:
             return _work(parts, stop, prepared.lease, dry=prepared.dry)
         except TrainingError as error:
-            if is_of_training(error) and not (prepared.lease is not None and prepared.lease.lost()):
-                put_failure(prepared.place, standing.attempt, dist.get_rank(), error)
+            put_failure(error, prepared.place, standing.attempt, prepared.lease)
             raise
 
 
@@ -144,24 +132,3 @@ def _work(parts: RankRun, stop: Stop, lease: Lease | None, *, dry: bool = False)
             status = "handed_over"  # another command has the run, and reports to MLflow how it ends
         parts.tracker.finish(status)
     return state.step
-
-
-def is_of_training(error: TrainingError) -> bool:
-    """Return whether training itself has failed, and not something around it, such as storage or another process.
-
-    It raises its error as such; one of another cause is about that: a file that was damaged, a record that cannot be
-    kept.
-    """
-    return type(error) is TrainingError and isinstance(error.__cause__, (type(None), torch.OutOfMemoryError, RowError))
-
-
-def put_failure(place: RunDir, attempt: int, rank: int, error: TrainingError) -> None:
-    """Put on record how training itself has failed. The error is raised in any case: it must not be hidden."""
-    with suppress(RaytuneError, OSError):
-        if any(
-            each["event"] == names.TRAINING_FAILED and each["attempt"] == attempt for each in each_event(place.events)
-        ):
-            return  # all ranks diverge together
-        append_event(
-            place.events, names.TRAINING_FAILED, attempt=attempt, fields={"rank": rank, "cause": in_one_line(error)}
-        )

@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raytune_fsdp.base.errors import DamagedError, DataError, RowError, TrainingError, TransientError
 from raytune_fsdp.base.lease import TakenOverError
 from raytune_fsdp.launch.finetune import finetune
-from raytune_fsdp.launch.worker import alone, is_of_training, put_failure
+from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.run.measure.own_failure import is_of_training, put_failure
 from raytune_fsdp.step import parallel
 from tests.runs import LLAMA, make_config
 from tests.unit.test_compiled_layers import CPU, DOCUMENTS, built, micro_batch
@@ -118,7 +119,8 @@ def test_a_run_that_diverges_says_on_record_that_training_itself_has_failed(tmp_
     place = RunDir.of(config)
     (said,) = [each for each in read_events(place.events) if each["event"] == names.TRAINING_FAILED]
     assert said["attempt"] == 1 and said["fields"]["rank"] == 0 and "has not been finite" in said["fields"]["cause"]
-    put_failure(place, 1, 1, TrainingError("it has diverged"))
+    with alone(CPU):  # as the other ranks do
+        put_failure(TrainingError("it has diverged"), place, 1, None)
     assert len([each for each in read_events(place.events) if each["event"] == names.TRAINING_FAILED]) == 1
 
 
