@@ -37,8 +37,8 @@ BARE_RECOVERY_SECONDS = 13.9
 OUTAGE_SECONDS = 15.0
 AWAY_SECONDS, FLAP_SECONDS = 60.0, 20.0
 GONE_SECONDS = 150.0
-"""Until the processes of a cluster without its head have ended, by Ray's own limit of a minute, and after them what they
-were forked from, which nobody then wants for another minute."""
+"""Until the processes of a cluster without its head have ended, by Ray's own limit of a minute, and then what they were
+forked from, which ends after a minute in which nobody has wanted it."""
 
 
 @dataclass(kw_only=True)

@@ -40,7 +40,7 @@ class Child:
             tempfile.TemporaryFile() as given,
             open(output, "ab", opener=open_own) as said,
         ):
-            given.write(dump(config.model_dump()).encode())
+            given.write(dump(config.model_dump(exclude_unset=True)).encode())
             given.seek(0)
             self._begins = said.tell()
             self._process = subprocess.Popen(

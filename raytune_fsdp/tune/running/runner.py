@@ -219,8 +219,8 @@ class Runner:
             of = next(trial for trial in trials_in(self.log.entries) if trial.number == source)
             name = run_name_of(self._spec, of, generation(source, self.log.entries, step))
             changed["fork"] = {"run": name, "step": step}
-        tree = run.config.model_dump()
-        tree["tracking"]["mlflow"]["parent"] = self._parent
+        tree = run.config.model_dump(exclude_unset=True)  # some defaults give way to what suits a run
+        tree.setdefault("tracking", {}).setdefault("mlflow", {})["parent"] = self._parent
         config = FinetuneConfig.model_validate({**tree, "run": {**tree["run"], **changed}})
         output = self._place.output(run.name)
         run.until, run.since, run.said, run.attempt = stretch.until, time.monotonic(), False, run.measured.attempt
