@@ -6,6 +6,8 @@ import copy
 import functools
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -449,6 +451,35 @@ def test_text_is_cut_only_where_it_must_be() -> None:
     )
     assert tokens[1].ids.tolist() == [*demo()("T")["input_ids"], *demo()("he")["input_ids"], *whole[1][1:]]
     assert tokens[2].trained is None
+
+
+def test_threads_share_an_encoder_that_gives_its_bytes_up() -> None:
+    """One thread finds that bytes do not tell where its tokens lie, while another one is encoding by them."""
+    encoder = SpanEncoder(demo())
+    whole = encoder._whole
+    encoding_it, given_up = threading.Event(), threading.Event()
+
+    class Slow:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                encoding_it.set()
+                assert given_up.wait(30)
+            return whole.encode_batch_fast(texts, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(whole, name)
+
+    encoder._whole = Slow()  # type: ignore[assignment]
+    texts, spans = ["Answer: The model is so."], [[(8, 24)]]  # a token lies across the border
+    with ThreadPoolExecutor(1) as other:
+        coming = other.submit(encoder.encode, texts, spans)
+        assert encoding_it.wait(30)
+        (here,) = encoder.encode(texts, spans)
+        assert encoder._bytes is None
+        given_up.set()
+        (there,) = coming.result()
+    assert here.ids.tolist() == there.ids.tolist() and here.trained is not None and there.trained is not None
+    assert here.trained.tolist() == there.trained.tolist()
 
 
 def test_batches_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,11 +98,12 @@ class SpanEncoder:
         self, texts: Sequence[str], spans: Sequence[Sequence[Span] | None], literals: Sequence[Sequence[Span]]
     ) -> list[Tokens]:
         results: list[Tokens | None] = [None] * len(texts)
+        by_bytes = self._bytes  # read once: another thread may give it up while this one encodes
         # Without offsets, where nobody asks for the places of tokens, or their bytes tell them.
-        quick = [i for i, given in enumerate(spans) if not literals[i] and (given is None or self._bytes)]
+        quick = [i for i, given in enumerate(spans) if not literals[i] and (given is None or by_bytes)]
         encodings = self._whole.encode_batch_fast([texts[index] for index in quick], add_special_tokens=False)
         for index, encoding in zip(quick, encodings, strict=True):
-            results[index] = self._tokens_by_bytes(texts[index], spans[index], _ids(encoding))
+            results[index] = _tokens_by_bytes(by_bytes, texts[index], spans[index], _ids(encoding))
         if sum(results[index] is None for index in quick) > len(quick) // 2:
             self._bytes = None  # it fails with this tokenizer or template, and encoding twice takes twice as long
         todo = {
@@ -131,13 +132,6 @@ class SpanEncoder:
             for index, encoding in zip(places, batch, strict=True):
                 encodings[index] = encoding
         return encodings
-
-    def _tokens_by_bytes(self, text: str, spans: Sequence[Span] | None, ids: Int32Array) -> Tokens | None:
-        if spans is None:
-            return Tokens(ids, None)
-        assert self._bytes is not None
-        place = self._bytes.places(text, ids, (border for span in spans for border in span))
-        return None if place is None else _marked(ids, spans, place)
 
     def _tokens(self, text: _Text, encodings: Sequence[Encoding]) -> Tokens | None:
         """Return the tokens of a text. If a token lies across a border, cut the text into more pieces; return None."""
@@ -219,6 +213,16 @@ class SpanEncoder:
         yield _Piece(border, end, True)
         if end < piece.end:
             yield _Piece(end, piece.end)
+
+
+def _tokens_by_bytes(
+    by_bytes: ByteTokens | None, text: str, spans: Sequence[Span] | None, ids: Int32Array
+) -> Tokens | None:
+    if spans is None:
+        return Tokens(ids, None)
+    assert by_bytes is not None
+    place = by_bytes.places(text, ids, (border for span in spans for border in span))
+    return None if place is None else _marked(ids, spans, place)
 
 
 def _marked(ids: Int32Array, spans: Sequence[Span], place: Mapping[int, int]) -> Tokens:
