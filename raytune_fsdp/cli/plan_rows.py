@@ -155,8 +155,8 @@ def _counting(config: FinetuneConfig) -> Iterator[tuple[Connection, IO[bytes]]]:
     path = os.pathsep.join(sys.path)  # a job's copy of this package need not be installed
     with tempfile.TemporaryFile() as said, ours:
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said,
+            process = subprocess.Popen(  # -P: a file of the working directory is no module of ours or of Python's
+                [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said,
                 pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
         try:

@@ -247,8 +247,8 @@ def _started(reader: RowReader, directory: Path, parts: Sequence[range]) -> Iter
     try:
         for number, part in enumerate(parts):
             with open(directory / f"problem-{number}", "wb") as errors:
-                each = subprocess.Popen(
-                    [sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=errors, env=environment
+                each = subprocess.Popen(  # -P: a file of the working directory is no module of ours or of Python's
+                    [sys.executable, "-P", "-c", code], stdin=subprocess.PIPE, stderr=errors, env=environment
                 )
             started.append(each)
             assert each.stdin is not None

@@ -281,6 +281,8 @@ def test_the_keys_of_rows_are_read_once_and_by_several_processes_alike(
     alone, shown = found(tmp_path / "one")
     assert len(set(alone)) == 300 and len(shown) == 2
     assert found(tmp_path / "one") == (alone, []), "kept in the cache"
+    (tmp_path / "xxhash.py").write_text("raise SystemExit('code of a stranger in the working directory')")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(duplicates, "_ROWS_A_PROCESS", 500)
     together, shown = found(tmp_path / "two")
     assert together == alone and shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,6 +139,25 @@ def test_nothing_goes_on_counting_after_the_time(
     assert 0.3 <= time.monotonic() - began < 60
     assert "0.3 s are too short" in capsys.readouterr().err
     assert {each.pid for each in psutil.Process().children(recursive=True)} == before
+
+
+class Ends:
+    """A config that ends the process which reads it."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, ("the config was read",)
+
+
+def test_a_file_of_the_working_directory_is_no_module_of_the_process_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fractions.py").write_text("raise SystemExit('code of a stranger')")
+    monkeypatch.chdir(tmp_path)
+    with plan_rows._counting(Ends()) as (answers, said):  # type: ignore[arg-type]
+        with pytest.raises(EOFError):
+            answers.recv()
+        said.seek(0)
+        assert said.read() == b"the config was read\n"
 
 
 def test_mistakes_are_found_before_anything_is_counted(

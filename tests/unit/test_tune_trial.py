@@ -17,6 +17,7 @@ from raytune_fsdp.base.errors import ConfigError, ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import read_json
 from raytune_fsdp.checkpoint.catalogue import committed, digest_of
 from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.environment import with_package
 from raytune_fsdp.launch.notices import STOP_SECONDS, notices_of
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
@@ -105,6 +106,14 @@ def test_a_process_that_does_not_start_leaves_no_file_open(tmp_path: Path) -> No
     with pytest.raises(TrainingError, match="a process for the run could not be started"):
         RunDriver(cwd=tmp_path / "nowhere", env={}, log=tmp_path / "log.txt")
     assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_of_the_working_directory_is_no_module_of_the_process(tmp_path: Path) -> None:
+    (tmp_path / "psutil.py").write_text("raise SystemExit('code of a stranger')")
+    env = with_package({name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
+    driver = RunDriver(cwd=tmp_path, env=env, log=tmp_path / "log.txt")
+    assert driver.alive and not (tmp_path / "log.txt").read_text()
+    driver.close()
 
 
 def test_a_process_that_ends_before_its_first_word_is_not_waited_for(

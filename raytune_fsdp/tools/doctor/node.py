@@ -155,7 +155,7 @@ def _seen_by_torch(seconds: float) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _SEEN_BY_TORCH], capture_output=True, text=True, timeout=seconds,
+            [sys.executable, "-P", "-c", _SEEN_BY_TORCH], capture_output=True, text=True, timeout=seconds,
             env=environment,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

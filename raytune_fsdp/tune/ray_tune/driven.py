@@ -156,8 +156,9 @@ def _start(orders: int, answers: int, *, cwd: Path, env: Mapping[str, str], log:
     """Start the process, with its ends of the pipes, which are closed here."""
     try:
         with open(log, "ab", opener=open_private) as output:
+            # -P: a file of the working directory is no module of ours. The user's are found there (`own_code`).
             subprocess.run(
-                [sys.executable, "-m", __name__, str(answers)], check=True, start_new_session=True, stdin=orders,
+                [sys.executable, "-P", "-m", __name__, str(answers)], check=True, start_new_session=True, stdin=orders,
                 stdout=output, stderr=output, pass_fds=[answers], cwd=cwd, env=dict(env), timeout=_BEGINS_SECONDS,
             )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
