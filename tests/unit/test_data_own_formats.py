@@ -7,9 +7,12 @@ import pickle
 import py_compile
 import sys
 import zipfile
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xxhash
 from pydantic import ValidationError
@@ -266,6 +269,16 @@ def test_function_that_differs_in_another_process_is_refused(helped: Path, tmp_p
         make_windows([dataset], cache=tmp_path / "cache")
     # A run that an older tree began goes on as it did.
     make_windows([dataset], cache=tmp_path / "cache", order_version=3)
+
+
+def test_function_is_called_with_decimals(module: Path, tmp_path: Path) -> None:
+    """Python's `decimal` imports `numbers`, and a file beside the one that calls it elsewhere has this name."""
+    table = pa.table({"q": ["What?"] * 3, "price": pa.array([Decimal("1.50")] * 3, pa.decimal128(5, 2))})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    module.write_text("def priced(row): return {'text': '{q} {price}'.format(**row)}\n")
+    dataset = DatasetConfig(path=str(tmp_path / "rows.parquet"), format=python("priced", type="completion"))
+    (window, _) = make_windows([dataset], cache=tmp_path / "cache", seq_len=64).get(0, 0)
+    assert "What? 1.50" in demo().decode(window.samples.input_ids[0])
 
 
 def test_module_whose_code_is_in_no_file_is_refused(helped: Path, tmp_path: Path) -> None:

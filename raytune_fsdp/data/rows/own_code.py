@@ -94,8 +94,8 @@ class OwnCode:
         module, _, function = self.name.partition(":")
         seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
         request = {"path": sys.path, "module": module, "function": function, "rows": rows, "by": by}
-        done = subprocess.run(
-            [sys.executable, elsewhere.__file__], input=pickle.dumps(request), capture_output=True, check=False,
+        done = subprocess.run(  # -P: Python's `numbers`, which decimals need, is not the file beside this one
+            [sys.executable, "-P", elsewhere.__file__], input=pickle.dumps(request), capture_output=True, check=False,
             env={**os.environ, "PYTHONHASHSEED": seed, elsewhere.IMPORTING: "1"},
         )  # fmt: skip
         if done.returncode != 0 or not done.stdout:
