@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,12 +152,15 @@ def _clean(arguments: Sequence[str], prog: str) -> int:
             f"{found.cache} is not a directory; give the cache of a run: data.cache.path, or run.storage/cache"
         )
     before = sum(entry.bytes for entry in entries(found.cache))
-    removed = remove(
-        found.cache, keep_bytes=int(found.keep_gb * 1e9), unused_for=found.unused_days * 86400, dry_run=found.dry_run
-    )
+    clean = partial(remove, found.cache, keep_bytes=int(found.keep_gb * 1e9), unused_for=found.unused_days * 86400)
+    wanted = clean(dry_run=True)
+    removed = wanted if found.dry_run else clean()
     freed = sum(entry.bytes for entry in removed)
     verb = "would remove" if found.dry_run else "removed"
-    print(f"{verb} {len(removed):,} prepared files and windows, {_size(freed)}; left {_size(before - freed)}")
+    line = f"{verb} {len(removed):,} prepared files and windows, {_size(freed)}; left {_size(before - freed)}"
+    if stay := [each.path for each in wanted if not found.dry_run and each.path.exists()]:
+        line += f"; {len(stay):,} could not be removed, such as {stay[0]}: another user may have to do it"
+    print(line)
     return 0
 
 

@@ -46,7 +46,7 @@ FORMAT = 1
 
 _DIGEST_BYTES = 16
 FILES, REFERENCE, TEACHER = "files", "reference", "teacher"
-_ABOUT = "about.json"
+_ABOUT, _META = "about.json", "meta.json"
 TEMPORARY = ".tmp"
 _LOCKS = 1024
 _LOCK_SECONDS = 300.0
@@ -333,21 +333,31 @@ def entries(root: Path) -> Iterator[Entry]:
         each for what in (REFERENCE, TEACHER) for each in _named_by_us(root / what) if what in _json_of(each / _ABOUT)
     ]
     for directory in [*_named_by_us(root / FILES), *said]:
-        known = directory in said or "identity" in _json_of(directory / "meta.json")
+        known = directory in said or "identity" in _json_of(directory / _META)
         if directory.suffix != TEMPORARY and not known:
             continue
         with suppress(OSError):
-            found = [path.stat() for path in directory.rglob("*") if path.is_file()]
-            used = max((status.st_mtime for status in found), default=directory.stat().st_mtime)
+            found = {path: path.stat() for path in directory.rglob("*") if path.is_file()}
+            used = max(map(_used, found, found.values()), default=directory.stat().st_mtime)
             if directory.suffix != TEMPORARY or time.time() - used > ABANDONED_SECONDS:
-                yield Entry(directory, sum(status.st_size for status in found), used, True)
+                yield Entry(directory, sum(status.st_size for status in found.values()), used, True)
     for directory in _window_directories(root):
-        for file in os.scandir(directory):
-            with suppress(OSError):
-                status = file.stat()
-                abandoned = file.name.endswith(TEMPORARY) and time.time() - status.st_mtime > ABANDONED_SECONDS
-                if file.name.endswith(".arrow") or abandoned:
-                    yield Entry(Path(file.path), status.st_size, status.st_mtime)
+        with suppress(OSError), os.scandir(directory) as files:  # another clean-up may have removed it just now
+            for file in files:
+                with suppress(OSError):
+                    status = file.stat()
+                    abandoned = file.name.endswith(TEMPORARY) and time.time() - status.st_mtime > ABANDONED_SECONDS
+                    if file.name.endswith(".arrow") or abandoned:
+                        yield Entry(Path(file.path), status.st_size, _used(Path(file.path), status))
+
+
+def _used(path: Path, status: os.stat_result) -> float:
+    """Return when a file was last used.
+
+    Another user's process may not set the time of what it reads, but most file systems note once a day that it was
+    read. Not of the files that are read here, to see what their directory is.
+    """
+    return status.st_mtime if path.name in (_META, _ABOUT) else max(status.st_mtime, status.st_atime)
 
 
 def remove(
@@ -355,7 +365,7 @@ def remove(
 ) -> list[Entry]:
     """Remove the least recently used entries until `keep_bytes` are left; none used in the last `unused_for` seconds.
 
-    Without `files`, only windows are counted and removed.
+    Without `files`, only windows are counted and removed. Returns what is gone: another user's data may have to stay.
     """
     found = sorted((entry for entry in entries(root) if files or not entry.is_files), key=lambda entry: entry.used)
     held = sum(entry.bytes for entry in found)
@@ -363,18 +373,23 @@ def remove(
     for entry in found:
         if held <= keep_bytes or time.time() - entry.used < unused_for:
             break
-        if dry_run:
-            pass
-        elif entry.path.is_dir():
-            shutil.rmtree(entry.path, ignore_errors=True)
-        else:
-            entry.path.unlink(missing_ok=True)
-        held -= entry.bytes
-        removed.append(entry)
+        if dry_run or _is_removed(entry.path):
+            held -= entry.bytes
+            removed.append(entry)
     for directory in [] if dry_run else _window_directories(root):
-        if not any(path.suffix in (".arrow", TEMPORARY) for path in directory.iterdir()):
-            shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # another clean-up may remove it, too
+            if not any(path.suffix in (".arrow", TEMPORARY) for path in directory.iterdir()):
+                shutil.rmtree(directory, ignore_errors=True)
     return removed
+
+
+def _is_removed(path: Path) -> bool:
+    with suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return not os.path.lexists(path)
 
 
 def _window_directories(root: Path) -> list[Path]:

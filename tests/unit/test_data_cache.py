@@ -12,11 +12,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from raytune_fsdp.base.errors import DataError
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.data import cache as cache_module
 from raytune_fsdp.data.cache import REFERENCE, TEACHER, Window, WindowCache, entries, remove
 from tests.ranks import run_ranks
@@ -229,6 +231,63 @@ def test_what_other_models_have_said_pushes_no_window_out(tmp_path: Path, window
     for number, fingerprint in enumerate(("f" * 32, "e" * 32)):
         WindowCache(tmp_path, fingerprint, 1 << 20, ABOUT).write(0, number, window)
     assert len(list(tmp_path.glob("*/*.arrow"))) == 2 and said.exists()
+
+
+def test_what_another_user_has_written_stays_and_nobody_fails(
+    tmp_path: Path, window: Window, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours = WindowCache(tmp_path / "c", "a" * 32, 10**9, ABOUT), WindowCache(tmp_path / "c", "b" * 32, 0, ABOUT)
+    for k in range(3):
+        theirs.write(0, k, window)
+    prepared = ours.root / "files" / ("c" * 32)
+    prepared.mkdir(parents=True)
+    (prepared / "meta.json").write_text('{"identity": {}}')
+    kept = sorted([*theirs.directory.iterdir(), *prepared.iterdir()])
+    for path in kept:
+        os.utime(path, (1, 1))
+    unlink = os.unlink
+
+    def refused(path: str | Path, **more: Any) -> None:
+        if Path(path).parent == theirs.directory or Path(path).name == "meta.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    for k in range(2):  # the cache is full, and stays so
+        ours.write(0, k, window)
+        assert ours.read(0, k) is not None
+    assert [entry.path.parent for entry in remove(ours.root)] == [ours.directory]
+    assert sorted([*theirs.directory.iterdir(), *prepared.iterdir()]) == kept
+    assert main(["data", "clean", str(ours.root)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("removed 0 prepared files and windows, 0.00 MB; left 0.0") and "4 could not be" in said
+
+
+def test_two_clean_ups_at_once_do_not_disturb_each_other(
+    cache: WindowCache, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lists a directory, and finds it gone when it looks into it."""
+    cache.write(0, 0, window)
+    gone = cache.root / ("e" * 32)
+    monkeypatch.setattr(cache_module, "_window_directories", lambda _: [gone, cache.directory])
+    assert [entry.path.parent for entry in entries(cache.root)] == [cache.directory]
+    assert len(remove(cache.root)) == 1 and not cache.directory.exists()
+    cache.max_bytes = 0
+    cache.write(0, 0, window)
+
+
+def test_what_another_user_reads_is_in_use(cache: WindowCache, window: Window) -> None:
+    """Their process may not set the time of the last change, so that of the last reading counts, too."""
+    prepared = cache.root / "files" / ("c" * 32)
+    prepared.mkdir(parents=True)
+    (prepared / "meta.json").write_text('{"identity": {}}')
+    (prepared / "rows.arrow").write_bytes(b"rows")
+    cache.write(0, 0, window)
+    for path in (cache._path(0, 0), prepared / "rows.arrow", prepared / "meta.json"):
+        os.utime(path, (time.time(), 1))
+    assert remove(cache.root, unused_for=3600) == []
+    os.utime(prepared / "rows.arrow", (1, 1))  # meta.json is read by every clean-up
+    assert [entry.path for entry in remove(cache.root, unused_for=3600)] == [prepared]
 
 
 def test_clean_up_takes_what_was_unused_for_longest(tmp_path: Path, window: Window) -> None:
