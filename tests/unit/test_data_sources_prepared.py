@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -151,6 +152,26 @@ def test_what_is_in_use_is_touched_now_and_then(path: Path, in_place: bool, monk
     entry.rename(entry.with_name("elsewhere"))
     later += 3601
     source.touch()
+
+
+@pytest.mark.parametrize(("of", "name"), [(Path, "read_text"), (prepared, "hash_once")])
+def test_what_cannot_be_read_now_stays(tmp_path: Path, of: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may be reading it: storage that fails here for a moment says nothing of what is there."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1}\n')
+    source = opened(path)
+    (entry,) = entries(path)
+    before = {file: file.stat().st_ino for file in entry.iterdir()}
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(of, name, fails)
+        with pytest.raises(DataError, match=rf"{entry}: cannot be read \(Input/output error\); start again; if it"):
+            opened(path)
+    assert {file: file.stat().st_ino for file in entry.iterdir()} == before
+    assert opened(path).rows([0]) == source.rows([0])
 
 
 def test_a_cache_that_is_gone_is_said_so(path: Path) -> None:

@@ -27,11 +27,12 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import sync_directory, write_durably
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.sources.handles import BLOCKS, DECODED, OPEN, TABLES, ChunkHashes, Stored, hash_once
-from raytune_fsdp.data.sources.source import File
+from raytune_fsdp.data.sources.source import File, unreadable
 
 # Part of every key. Raise it when the format of any prepared file changes.
 _VERSION = 2
 _META = "meta.json"
+_STAYS = "start again; if it stays so, make it readable or remove it (it is prepared again), or change data.cache.path"
 _TOUCH_SECONDS = 3600.0
 _TOUCHED: dict[str, float] = {}
 _Report = Callable[[int, int], None]
@@ -142,7 +143,9 @@ def _find(final: Path, report: _Report | None) -> PreparedRows | None:
         whole = not final.exists()
         if whole:
             return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:  # says nothing of what is there, which other processes may be reading
+        raise unreadable(str(final), error, _STAYS) from error
+    except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         _discard(final)
