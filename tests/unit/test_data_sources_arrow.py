@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import COLUMNS, ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
 from raytune_fsdp.data.sources import handles
+from raytune_fsdp.data.sources import hub as hub_module
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.source import Source
 
@@ -272,3 +274,37 @@ def test_hub_name_without_network(hub: Callable[..., Source], tmp_path: Path, mo
     # Another node, which never loaded it, needs nothing but our cache.
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "nothing")
     assert hub().rows([1199]) == ROWS[1199:1200]
+
+
+def test_hub_name_is_no_directory_here(
+    hub: Callable[..., Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org/chats").mkdir(parents=True)
+    (tmp_path / "org/chats/train.jsonl").write_text('{"id": "a stranger\'s"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert len(hub()) == 1200
+    with pytest.raises(DataError, match="subset=default, .*configs in the cache: .*'other', 'plain'"):
+        hub(subset="default")
+
+
+def test_another_commit_of_the_library_is_not_kept_under_the_one_that_the_hub_named(
+    hub: Callable[..., Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[str | None] = [COMMIT, COMMIT]
+    monkeypatch.setattr(hub_module, "_ask", lambda _: answers.pop(0) if answers else None)
+    for fields in ({}, {"revision": COMMIT}):
+        assert len(hub(**fields)) == 1200
+    for entry in (tmp_path / "cache/files").iterdir():
+        if entry.is_dir():  # a clean-up: that the hub has named this commit is still noted
+            shutil.rmtree(entry)
+    assert len(hub()) == 1200
+    (entry,) = (each for each in (tmp_path / "cache/files").iterdir() if each.is_dir())
+    shutil.rmtree(entry)
+    newer = "f" * 40
+    for directory in (tmp_path / "library").glob(f"org___chats/*/*/{COMMIT}"):
+        directory.rename(directory.with_name(newer))
+    for fields, answer in (({}, None), ({"revision": COMMIT}, None), ({}, COMMIT)):
+        answers.append(answer)
+        with pytest.raises(DataError, match=rf"commit {COMMIT}, which cannot be .* has {newer}; connect .* revision"):
+            hub(**fields)
+    assert len(hub(revision=newer)) == 1200

@@ -85,9 +85,9 @@ def _load(dataset: SourceConfig, commit: str | None) -> Any:
     import datasets
 
     try:
-        loaded = datasets.load_dataset(
-            dataset.hub, dataset.subset, split=dataset.split, revision=commit or dataset.revision
-        )
+        # As a URL, because a directory of this name here would come before the hub.
+        place = f"hf://datasets/{str(dataset.hub).removeprefix('hf://datasets/')}"
+        loaded = datasets.load_dataset(place, dataset.subset, split=dataset.split, revision=commit or dataset.revision)
     except (RaytuneError, MemoryError):
         raise
     # Any Exception: it raises whatever dozens of libraries and file systems raise. The text of the error names existing
@@ -100,18 +100,32 @@ def _load(dataset: SourceConfig, commit: str | None) -> Any:
         else:
             way_out = "correct hub, subset, split or revision"
         raise _refused(dataset, error, way_out) from error
-    if commit is None and dataset.revision is not None:
-        # Offline, the library takes the newest dataset in its cache, whatever revision was asked for. Directories there
-        # are named after the commit.
-        commits = {Path(file["filename"]).parent.name for file in loaded.cache_files}
-        if commits != {dataset.revision}:
-            there = sorted(commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit))
-            raise DataError(
-                f"hub={dataset.hub}, revision={dataset.revision}: the hub cannot be asked which commit this is, and "
-                f"the cache of the datasets library has {', '.join(there) or 'unknown'}; set revision to that, leave "
-                "it out, or connect to the hub"
-            )
+    _check_commit(dataset, loaded, commit)
     return loaded
+
+
+def _check_commit(dataset: SourceConfig, loaded: Any, commit: str | None) -> None:
+    """Refuse another commit than the one that is wanted.
+
+    Whatever fails, the library then takes the newest dataset in its cache, whatever revision was asked for. Directories
+    there are named after the commit, or after a hash of all files by versions before 3.
+    """
+    wanted = commit or dataset.revision
+    commits = {Path(file["filename"]).parent.name for file in loaded.cache_files}
+    there = sorted(commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit))
+    if wanted is None or commits == {wanted} or (commit is not None and not there):
+        return
+    asked = f"hub={dataset.hub}" + ("" if dataset.revision is None else f", revision={dataset.revision}")
+    has = f"the cache of the datasets library has {', '.join(there) or 'unknown'}"
+    if commit is None:
+        raise DataError(
+            f"{asked}: the hub cannot be asked which commit this is, and {has}; set revision to that, leave it out, or "
+            "connect to the hub"
+        )
+    raise DataError(
+        f"{asked}: the hub said last that this is commit {commit}, which cannot be loaded from it now, and {has}; "
+        "connect to the hub, or set revision to that"
+    )
 
 
 def _refused(dataset: SourceConfig, error: Exception, way_out: str) -> DataError:
