@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -140,6 +142,52 @@ def test_of_large_data_a_part_is_compared_when_it_is_opened_and_all_of_it_when_i
     with pytest.raises(DataError, match="has other content"):
         again.rows(range(ROWS))
     assert opened(path).fingerprints != before, "and once that was seen, when it is opened"
+
+
+COPIED = ["rows.jsonl.gz", "rows.parquet.gz", "file.arrow.gz"]
+
+
+@pytest.mark.parametrize(
+    ("name", "remote"), [("rows.jsonl", True), *[(name, remote) for name in COPIED for remote in (True, False)]]
+)
+def test_what_changes_while_it_is_copied_is_not_kept(
+    tmp_path: Path, name: str, remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, place = tmp_path / name, f"memory://changing/{name}"
+    memory, known = fsspec.filesystem("memory"), dict[str, Any]()
+
+    def save(letter: str) -> None:
+        write(plain := tmp_path / "new" / name.removesuffix(".gz"), content(letter))
+        new = gzip.compress(plain.read_bytes()) if name.endswith(".gz") else plain.read_bytes()
+        plain.write_bytes(new)
+        os.replace(plain, path)
+        if remote:
+            memory.pipe(place, path.read_bytes())
+
+    # As some clients do, it goes on saying what it has said once.
+    info = type(memory).info
+    monkeypatch.setattr(type(memory), "info", lambda self, of, **_: known.setdefault(of, info(self, of)))
+    monkeypatch.setattr(type(memory), "invalidate_cache", lambda self, of=None: known.clear())
+    letters = ["b"]
+    (tmp_path / "new").mkdir()
+
+    def copied(*_: object) -> None:
+        if letters:
+            save(letters.pop())
+
+    save("a")
+    dataset = DatasetConfig.model_validate({"path": place if remote else str(path), "format": {"type": "completion"}})
+    said = "was replaced while it was copied" if remote else "is being written to"
+    try:
+        with pytest.raises(DataError, match=f"{name}: {said}; start again with the final"):
+            open_source(dataset, cache=tmp_path / "cache", in_place=False, progress=copied)
+        assert not letters and not list((tmp_path / "cache/files").iterdir())
+        known.clear()
+        again = open_source(dataset, cache=tmp_path / "cache", in_place=False, progress=copied)
+        assert again.rows([7]) == [{"text": "b" * 27, **({"id": "00007"} if "jsonl" in name else {})}]
+    finally:
+        if remote:
+            memory.rm("/changing", recursive=True)
 
 
 def test_an_arrow_file_with_huge_batches_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

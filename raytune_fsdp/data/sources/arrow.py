@@ -27,7 +27,6 @@ from raytune_fsdp.data.sources.handles import (
     Reader,
     Stored,
     TooLarge,
-    check_unchanged,
     content_hash,
     keep_hashes,
 )
@@ -143,7 +142,6 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
             content = hash_file(path, file=file, progress=progress)
         else:
             stored = Stored(file.shown, file.url, file.size, content, ChunkHashes(str(directory / BLOCKS)))
-            check_unchanged(file)
             if (rows := _index_in_place(stored, directory)) is not None:
                 return {"content": content, "rows": rows, "copied": False}
             with open(path, "wb") as target:  # as the file was when it was hashed

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytune_fsdp.base.batch import Progress
-from raytune_fsdp.data.sources.handles import content_hash
+from raytune_fsdp.data.sources.handles import check_unchanged, content_hash
 from raytune_fsdp.data.sources.places import copy
 from raytune_fsdp.data.sources.prepared import key_of, unwritable
-from raytune_fsdp.data.sources.remote import UNKNOWN, with_version
+from raytune_fsdp.data.sources.remote import UNKNOWN, check_version, with_version
 from raytune_fsdp.data.sources.source import File
 
 
@@ -50,6 +50,8 @@ def write_content(file: File, path: Path, *, progress: Progress | None) -> None:
     """Write the decompressed content of a file to `path`. If it was fetched, only link it there."""
     if not file.fetched:
         copy(file, path, progress=progress)
+        # In a store each piece comes from what the object is then. A copy of two would be kept under the first's ETag.
+        (check_version if file.remote else check_unchanged)(file)
         return
     try:
         os.link(file.fetched, path)

@@ -68,7 +68,10 @@ class Stored:
 
 
 def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | None = None) -> str:
-    """Keep the hashes of a local file's chunks in a directory of the cache. Return the hash of the whole file."""
+    """Keep the hashes of a local file's chunks in a directory of the cache. Return the hash of the whole file.
+
+    Raises DataError if it was written to since it was listed: what was copied before may be another content.
+    """
     if file.remote:
         return ""
     hashing, done = ChunkHashing(), 0
@@ -79,6 +82,7 @@ def keep_hashes(file: File, directory: Path, report: Callable[[int], None] | Non
             if report is not None:
                 report(done)
     (directory / BLOCKS).write_bytes(hashing.blocks())
+    check_unchanged(file)
     return hashing.content
 
 

@@ -48,6 +48,19 @@ def with_version(file: File) -> File:
         return replace(file, version=f"{name}={facts[name]}" if name else UNKNOWN)
 
 
+def check_version(file: File) -> None:
+    """Raise DataError if a file in a store is another one than when its version was asked for."""
+    with reading(file.shown):
+        system, path = file_system(file.url)
+        if isinstance(system, pa.fs.PyFileSystem):
+            system.handler.fs.invalidate_cache(path)  # else some clients answer from the listing that found the file
+    if with_version(replace(file, version="")).version != file.version:
+        raise DataError(
+            f"{file.shown}: was replaced while it was copied; start again with the final file, or, if its store names "
+            "another version whenever it is asked, copy the file to a disk"
+        )
+
+
 def remote_files(url: str, pattern: str, choose: Callable[..., list[str]]) -> list[File]:
     """Return the file at a URL, the files matching a pattern, or those that `choose` picks in a directory."""
     shown = without_secrets(url)
