@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import random
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -225,6 +227,41 @@ def test_folders_of_the_datasets_library(tmp_path: Path) -> None:
         DataError, match=r"selected/state\.json: cannot be read \(its rows are selected by .*save_to_disk"
     ):
         opened(tmp_path / "selected")
+
+
+@pytest.mark.parametrize("name", ["plain.arrow", "plain.arrow.gz", "coded.arrow"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_offsets_that_lead_out_of_a_file_are_refused(tmp_path: Path, name: str, nested: bool) -> None:
+    """Using them would crash the process. The first and the last one are right, as the quick check wants it."""
+    wild = np.array([0, 1 << 30, 2, 3], dtype=np.int32)
+    column = pa.Array.from_buffers(pa.string(), 3, [None, pa.py_buffer(wild.tobytes()), pa.py_buffer(b"abc")])
+    column.validate()
+    if nested:
+        turns = pa.StructArray.from_arrays([column], ["content"])
+        column = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), turns)
+    columns = {"text": column, "code": pa.array(["x"] * 3)}
+    if name == "coded.arrow":  # must be rewritten to be read in any order
+        columns["code"] = columns["code"].dictionary_encode()
+    plain = tmp_path / "written.arrow"
+    table = pa.table(columns)
+    with pa.OSFile(str(plain), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(plain.read_bytes()) if path.suffix == ".gz" else plain.read_bytes())
+    with pytest.raises(DataError, match=rf"{name}: cannot be read \(.*offset for slot 1 out of bounds: .* > 3\)"):
+        open_source(DatasetConfig(path=str(path)), cache=tmp_path / "cache", in_place=False)
+
+
+def test_values_that_are_only_wrong_are_bad_rows_or_taken(tmp_path: Path) -> None:
+    text = pa.array([b"good", b"\xff"]).view(pa.string())
+    date = pa.array([1, 2]).view(pa.date64())  # no whole days
+    price = pa.array([10**8, 1], pa.decimal128(9, 0)).view(pa.binary(16)).view(pa.decimal128(3, 0))
+    table = pa.table({"text": text, "date": date, "price": price})
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    dataset = DatasetConfig.model_validate({"path": str(tmp_path / "rows.arrow"), "format": {"type": "completion"}})
+    good, bad = open_source(dataset, cache=tmp_path / "cache", in_place=False).rows([0, 1])
+    assert good == {"text": "good"} and isinstance(bad, RowError) and bad.reason == "invalid_utf8"
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

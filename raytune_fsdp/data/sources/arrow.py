@@ -235,7 +235,7 @@ def index_batches(source: Any, directory: Path, *, shown: str) -> int:
             if message.type != "record batch":
                 raise ValueError(f"unexpected message: {message.type}")
             batch = pa.ipc.read_record_batch(message, schema)
-            batch.validate()  # reading does not check lengths and offsets; using wrong ones would crash the process
+            _check_values(batch)
             found.append((start, reader.tell() - start, batch.num_rows))
     (directory / "batches").write_bytes(np.array(found, dtype=_BATCH).tobytes())
     return sum(rows for _, _, rows in found)
@@ -314,13 +314,46 @@ def plain_schema(schema: Any) -> Any:
 def _plain(kind: Any) -> Any:
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
+    return _of_parts(kind, _plain)
+
+
+def _of_parts(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a nested type with the types of its parts changed; any other type as it is."""
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+        return pa.struct([field.with_type(change(field.type)) for field in kind])
     if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+        return pa.list_(kind.value_field.with_type(change(kind.value_type)))
     if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+        return pa.large_list(kind.value_field.with_type(change(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(change(kind.value_type)), kind.list_size)
+    if pa.types.is_map(kind):
+        key, item = (field.with_type(change(field.type)) for field in (kind.key_field, kind.item_field))
+        return pa.map_(key, item, keys_sorted=kind.keys_sorted)
     return kind
+
+
+def _check_values(batch: Any) -> None:
+    """Raise ArrowInvalid for lengths and offsets that lead out of a stranger's file: using them crashes the process.
+
+    Not for values that are only wrong in themselves, such as text that is not UTF-8: their rows are bad rows.
+    """
+    batch.validate()
+    for column in batch.columns:
+        shape = _shape(column.type)
+        (column if shape == column.type else column.view(shape)).validate(full=True)
+
+
+def _shape(kind: Any) -> Any:
+    """Return a type of the same bytes, of which every value is allowed."""
+    for is_kind, shape in (
+        (pa.types.is_string, pa.binary()), (pa.types.is_large_string, pa.large_binary()),
+        (pa.types.is_string_view, pa.binary_view()), (pa.types.is_time32, pa.int32()), (pa.types.is_time64, pa.int64()),
+        (pa.types.is_date64, pa.int64()),
+    ):  # fmt: skip
+        if is_kind(kind):
+            return shape
+    return pa.binary(kind.byte_width) if pa.types.is_decimal(kind) else _of_parts(kind, _shape)
 
 
 def _batches(path: Path, shown: str) -> Iterator[Any]:
@@ -329,9 +362,12 @@ def _batches(path: Path, shown: str) -> Iterator[Any]:
         source = pa.memory_map(str(path))
         if _map(path).slice(0, len(_FILE_MARK)).to_pybytes() == _FILE_MARK:
             opened = pa.ipc.open_file(source)
-            yield from (opened.get_batch(index) for index in range(opened.num_record_batches))
+            found = (opened.get_batch(index) for index in range(opened.num_record_batches))
         else:
-            yield from pa.ipc.open_stream(source)
+            found = iter(pa.ipc.open_stream(source))
+        for batch in found:
+            _check_values(batch)
+            yield batch
 
 
 def _map(path: Path) -> Any:
