@@ -1,7 +1,8 @@
 """`raytune-fsdp plan` of a length in epochs: count the rows within ten seconds, or estimate from a part of them.
 
 A process of its own counts: this one then needs no torch, and the time is up when the clock says so, whatever is being
-read. What was built by then is in the cache: the same command goes on from there, and so does `data stats`.
+read. What was built by then is in the cache: the same command goes on from there, and so does `data stats`. A file that
+was being prepared is begun again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ SECONDS = 10.0
 """How long the rows are counted."""
 _STARTING = 60.0
 """How long the process that counts may take to begin: it imports torch, which a busy machine reads for many seconds."""
+_ENDS_SECONDS = 2.0
+"""How long it may take to end."""
 _HOURS = ("hours", "gpu_hours", "price")
 """What a plan on GPUs says that depends on the length of the run."""
 
@@ -165,9 +168,19 @@ def _counting(config: FinetuneConfig) -> Iterator[tuple[Connection, IO[bytes]]]:
                 pickle.dump(config, process.stdin)
             yield ours, said
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started to read rows
-            process.wait()
+            ours.close()  # so that a thread which prepares a file fails there, too, when it next tells how far it is
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, which may first remove what it has begun to prepare, with those that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_ENDS_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _last_line(file: IO[bytes]) -> str:
@@ -178,6 +191,7 @@ def _last_line(file: IO[bytes]) -> str:
 
 def work(pipe: int) -> None:
     """Do the work of the process that counts."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was begun is removed
     answers = Connection(pipe, readable=False)
     config: FinetuneConfig = pickle.load(sys.stdin.buffer)
     from raytune_fsdp.launch.quiet import quiet

@@ -160,6 +160,45 @@ def test_a_file_of_the_working_directory_is_no_module_of_the_process_that_counts
         assert said.read() == b"the config was read\n"
 
 
+class Prepares:
+    """A config that makes the process which reads it prepare a file without end, in a thread, as files are prepared."""
+
+    CODE = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from raytune_fsdp.cli import plan_rows
+from raytune_fsdp.data.sources.prepared import prepare_file
+
+def make(directory):
+    (directory / "half").write_text("")
+    while True:
+        tell(("rows.jsonl", 1, 2))
+        time.sleep(0.01)
+
+def count(config, to):
+    global tell
+    tell = to
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(prepare_file, Path(cache), {"what": "rows"}, make, shown="rows.jsonl").result()
+
+plan_rows._count = count
+"""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    def __reduce__(self) -> Any:
+        return exec, (self.CODE, {"cache": str(self._cache)})
+
+
+def test_what_was_being_prepared_when_the_time_was_up_is_removed(tmp_path: Path) -> None:
+    with plan_rows._counting(Prepares(tmp_path)) as (answers, _):  # type: ignore[arg-type]
+        assert answers.recv() == ("rows.jsonl", 1, 2)
+        assert len(list(tmp_path.glob("files/*.tmp/half"))) == 1
+    assert not list((tmp_path / "files").iterdir())
+
+
 def test_mistakes_are_found_before_anything_is_counted(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
