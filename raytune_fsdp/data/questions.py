@@ -206,7 +206,14 @@ def _choices_of(row: Mapping[str, Any], column: str | list[str], where: str) -> 
         if isinstance(value, Mapping):
             value, labels = value.get("text"), value.get("label") or ()
     else:
-        value = [row[name] for name in column if row.get(name) not in (None, "")]
+        there = [row.get(name) not in (None, "") for name in column]
+        value = [row[name] for name, given in zip(column, there, strict=True) if given]
+        if not all(there[: len(value)]):
+            raise DataError(
+                f"{where}: {column[there.index(False)]} is empty and a later one of {', '.join(column)} is not, so the "
+                "letters and indices of answers would mean other choices; leave only the last ones empty, or leave the "
+                "row out"
+            )
     texts = [str(each).strip() for each in value] if isinstance(value, list) else []
     if len(texts) < 2 or not all(texts) or not isinstance(labels, list | tuple):
         shown = column if isinstance(column, str) else ", ".join(column)

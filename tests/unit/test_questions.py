@@ -164,6 +164,10 @@ def test_written_answers(tmp_path: Path) -> None:
     [
         ([{**MMLU, "choices": ["Yes"]}], {}, r":1: choices=\['Yes'\] is no list of two or more texts"),
         ([MMLU, {**MMLU, "question": " "}], {}, r":2: question=' ' is no text"),
+        (
+            [{"question": "?", "A": "a", "B": "", "C": "c", "answer": "C"}], {"choices": ["A", "B", "C", "D"]},
+            r":1: B is empty and a later one of A, B, C, D is not, so the letters",
+        ),
         ([{"choices": ["a", "b"], "answer": 1}], {}, r":1: the row has no 'question' \(it has choices, answer\)"),
         ("{", {}, r"rows.jsonl:1"),
         ([{**MMLU, "choices": ["Yes", "long " * 60]}], {}, r":1: the question and its choice .* data.seq_len=48"),
