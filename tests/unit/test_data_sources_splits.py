@@ -258,3 +258,26 @@ def test_patterns_match_what_they_match_in_fsspec(seed: int) -> None:
         for _ in range(5):
             path = "/".join(draw.choices(["a", "b", "ab", "ba", "aab"], k=draw.randint(1, 4)))
             assert matches(path) == (whole(path) is not None), (pattern, path)
+
+
+@pytest.mark.parametrize("away", ["../mine.jsonl", "/etc/mine.jsonl", "sub/../../mine.jsonl", "..", ""])
+def test_a_saved_folder_names_no_file_that_is_elsewhere(tmp_path: Path, away: str) -> None:
+    """Someone else has written it: a file of this machine would be trained on, and its rows could be published."""
+    write(tmp_path, ["mine.jsonl", "saved/rows.jsonl", "both/train/rows.jsonl", "both/state.json"])
+    (tmp_path / "saved/dataset_info.json").write_text("{}")
+    said = r"json: cannot be read \(it names '.*', which is not beside it\)"
+
+    def save(name: Any) -> None:
+        (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+
+    save("rows.jsonl")
+    assert chosen(tmp_path / "saved")[0] == {"rows.jsonl"}
+    save(away)
+    with pytest.raises(DataError, match=f"saved/state.{said}"):
+        chosen(tmp_path / "saved")
+    save(7)
+    with pytest.raises(DataError, match=r"saved/state\.json: cannot be read \(it names no files\)"):
+        chosen(tmp_path / "saved")
+    (tmp_path / "both/dataset_dict.json").write_text(json.dumps({"splits": [away]}))
+    with pytest.raises(DataError, match=f"both/dataset_dict.{said}"):
+        chosen(tmp_path / "both", "all")

@@ -166,7 +166,7 @@ class SplitFiles:
                 )  # fmt: skip
 
     def _saved_files(self, folder: str, read: Callable[[str], bytes]) -> list[str]:
-        return [folder + entry["filename"] for entry in self._saved(f"{folder}state.json", "_data_files", read)]
+        return [folder + name for name in self._saved(f"{folder}state.json", "_data_files", read)]
 
     def _saved(self, name: str, key: str, read: Callable[[str], bytes]) -> Any:
         """Return a value from a file of Dataset.save_to_disk, which writes only selected rows, in their order."""
@@ -175,9 +175,14 @@ class SplitFiles:
             content = json.loads(read(name))
             if content.get("_indices_data_files"):
                 raise ValueError("its rows are selected by a file of indices, from before version 2 of the library")
-            found = content.get(key) if key == "_split" else content[key]
-            if key == "splits" and not (isinstance(found, list) and found and all(isinstance(e, str) for e in found)):
-                raise ValueError("it names no splits")
+            if key == "_split":
+                return content.get(key)
+            found = content[key] if key == "splits" else [entry["filename"] for entry in content[key]]
+            if not (isinstance(found, list) and found and all(isinstance(each, str) for each in found)):
+                raise ValueError("it names no splits" if key == "splits" else "it names no files")
+            for each in found:  # of a stranger: what is elsewhere on this machine is none of its rows
+                if "/" in each or each in ("", ".", ".."):
+                    raise ValueError(f"it names '{shorten(each)}', which is not beside it")
             return found
 
 
