@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import json
 import os
 import pickle
@@ -26,7 +27,7 @@ import pytest
 
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import DatasetConfig
-from raytune_fsdp.data.sources import handles, prepared
+from raytune_fsdp.data.sources import handles, prepared, texts
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.prepared import prepare_file
 from raytune_fsdp.data.sources.source import Source
@@ -263,6 +264,28 @@ def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     before = psutil.Process().num_fds()
     assert source.rows(range(399, -1, -1)) == [{"id": index} for index in range(399, -1, -1)]
     assert psutil.Process().num_fds() - before < 300
+
+
+def test_small_files_are_read_whole_whatever_a_read_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems of programs (FUSE) may give a part of what is asked for."""
+
+    class Piecemeal(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(5)
+
+        def readinto(self, buffer: Any) -> int | None:
+            return super().readinto(memoryview(buffer)[:5])
+
+    def open_piecemeal(file: Any, mode: str = "r", buffering: int = -1, **more: Any) -> Any:
+        if mode != "rb":
+            return open(file, mode, buffering, **more)
+        return Piecemeal(file) if buffering == 0 else io.BufferedReader(Piecemeal(file))
+
+    (tmp_path / "many").mkdir()
+    for index in range(40):
+        (tmp_path / f"many/{index:03}.jsonl").write_text('{"id": 1}\n\n{"id": 2}\n')
+    monkeypatch.setattr(texts, "open", open_piecemeal, raising=False)
+    assert len(opened(tmp_path / "many")) == 80
 
 
 def _anonymous() -> int:

@@ -310,8 +310,8 @@ def open_small_texts(
         texts = []
         with open(directory / "spans", "wb") as spans, open(directory / BLOCKS, "wb") as hashes:
             for number, file in enumerate(files):
-                with reading(file.shown), open(file.url, "rb", buffering=0) as opened:
-                    source = io.BytesIO(opened.read(_SMALL_BYTES))
+                with reading(file.shown), open(file.url, "rb") as opened:
+                    source = io.BytesIO(opened.read(_SMALL_BYTES))  # buffered, or storage might give a part of it
                 meta, hashing = find_rows(source, file.size, spans, file=file, kind=kind, progress=None, keys=keys)
                 hashes.write(hashing.blocks())
                 check_unchanged(file)
