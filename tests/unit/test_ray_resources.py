@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from raytune_fsdp.launch.ray.resources import (
     waiting_for,
     way_out,
 )
+from raytune_fsdp.launch.ray.tasks import calls
 
 
 def node(cpu: float = 0, gpu: float = 0, kind: str | None = None, free: dict[str, float] | None = None, **rest: float):
@@ -338,3 +340,28 @@ def test_a_node_that_takes_no_connection_is_gone() -> None:
         gone = Node(id="b", name="b", total={}, free={}, address=("127.0.0.1", 1))
         assert answering([gone, here]) == [here]
     assert answering([here]) == []
+
+
+@pytest.mark.parametrize(("runs", "waited"), [(True, [60.0] * 3), (False, [60.0, 1.0, 1.0])])
+def test_work_that_takes_long_is_not_taken_for_a_cluster_without_a_cpu(
+    runs: bool, waited: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A task that has a CPU ends as soon as the lock of the cache, for which this process waited, is free."""
+    asked: list[float] = []
+    ended: list[int] = []
+
+    def wait(tasks: list[int], timeout: float) -> tuple[list[int], list[int]]:
+        if timeout < 1:
+            return (tasks, []) if runs else ([], tasks)
+        asked.append(timeout)
+        return [], tasks
+
+    fake = SimpleNamespace(
+        wait=wait, cancel=lambda task, force: ended.append(task), cluster_resources=lambda: {"CPU": 4},
+        available_resources=lambda: {"CPU": 1},
+    )  # fmt: skip
+    monkeypatch.setattr(calls, "ray", fake)
+    found = calls.in_order(lambda number: number, lambda number: 10 * number, [(1,), (2,), (3,)], lambda: 2)
+    assert list(found) == [10, 20, 30] and asked == waited
+    assert ended == ([] if runs else [1, 2, 3])
+    assert [each.getMessage()[:18] for each in caplog.records] == ([] if runs else ["no CPU became free"] * 3)

@@ -28,6 +28,8 @@ _PATIENCE_SECONDS, _FULL_SECONDS, _STARVED_SECONDS = 60.0, 15.0, 1.0
 """How long a task is waited for; how long the first one, if no CPU is free before it and after that; and how long the
 one after a task that got no CPU. Two jobs that took each other's last CPUs should go on slowly, and not wait for a
 minute at the beginning of each trial of a sweep. On a CPU that is free, a process starts in 5 s."""
+_ENDS_SECONDS = 0.2
+"""How long a task that the lock of the cache was waiting for takes to end."""
 
 
 def cpus() -> int:
@@ -73,14 +75,16 @@ def in_order(
             if came:
                 result, patience = ray.get(task), _PATIENCE_SECONDS
             else:
-                logger.warning(
-                    "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it is prepared "
-                    "without one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",
-                    _free(), cpus(),
-                )  # fmt: skip
                 # Slow. If the task runs after all, the lock of the cache waits for it.
-                result, patience = here(*call), _STARVED_SECONDS
-                _end(task)
+                result, patience = here(*call), _PATIENCE_SECONDS
+                if not ray.wait([task], timeout=_ENDS_SECONDS)[0]:  # else it had a CPU, and the work takes this long
+                    logger.warning(
+                        "no CPU became free for the data in time (%g of the cluster's %d CPUs are free), so it was "
+                        "prepared without one. Add a node, or lower cluster.workers or cluster.cpus_per_worker",
+                        _free(), cpus(),
+                    )  # fmt: skip
+                    patience = _STARVED_SECONDS
+                    _end(task)
             pending.popleft()
             yield result
     finally:
