@@ -48,7 +48,7 @@ def asks_for_a_token(address: str, seconds: float) -> bool | None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", KNOCK, address], capture_output=True, text=True, timeout=seconds,
+            [sys.executable, "-P", "-c", KNOCK, address], capture_output=True, text=True, timeout=seconds,
             env={**environment, "RAY_AUTH_MODE": "disabled"},
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
