@@ -187,6 +187,8 @@ def start_ranks(
                 run_id=name,
                 rdzv_backend="c10d",
                 rdzv_endpoint="localhost:0",  # any free port
+                # Where they meet. By default by this machine's name, which may lead nowhere, or to a VPN that is away.
+                local_addr="127.0.0.1",
                 max_restarts=0,
                 monitor_interval=_LOOK_SECONDS,
                 start_method="spawn",  # a fork of a process that uses threads or CUDA may hang
