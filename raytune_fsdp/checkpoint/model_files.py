@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -172,12 +173,15 @@ def load_for_inference(
         _check_adapter(path)
         weights, files = weights_of_adapter(path, base)
         tokenizer, model = _tokenizer(path, trust), _built(weights, files, trust, str(path))
+        _follow_settings(model, files)
     else:
         checkpoint = find_checkpoint(path)
         files = model_files(checkpoint)
         _check_head(path, files, scores=scores)
         tokenizer = _tokenizer(files, trust)
-        return load_checkpoint(checkpoint, device, trust_remote_code=trust, base=base), tokenizer
+        model = load_checkpoint(checkpoint, device, trust_remote_code=trust, base=base)
+        _follow_settings(model, files)
+        return model, tokenizer
     choose_experts(model)
     return place(model, device).eval(), tokenizer
 
@@ -315,6 +319,20 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
     # Not strict: a tied weight is stored under one name only.
     model.load_state_dict(weights.read_all(list(shapes)), strict=False)
     return model
+
+
+def _follow_settings(model: PreTrainedModel, files: Path) -> None:
+    """Have the model write as generation_config.json says, as it does where transformers loads its export."""
+    if getattr(model, "generation_config", None) is None:  # it writes nothing
+        return
+
+    def read() -> GenerationConfig:
+        try:
+            return GenerationConfig.from_pretrained(files)
+        except OSError:  # there is none, or it is not JSON: transformers goes on without it, too
+            return model.generation_config
+
+    model.generation_config = _loaded(read, files, "has a generation_config.json that transformers cannot read")
 
 
 def _own_network(directory: Path, trust: bool) -> str | None:

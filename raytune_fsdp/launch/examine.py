@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.checkpoint.model_files import describe_for_inference, load_for_inference
@@ -88,6 +88,10 @@ def _measured(
     layout: Layout,
 ) -> Measured:
     """Return what an evaluation measures. Collective."""
+    if getattr(model, "generation_config", None) is not None:
+        # A run's ranks build their network, which does not read generation_config.json. The penalties and beams that a
+        # directory has there would make its answers those of another measurement.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
     needs = use_attention_for_packed(config, model, device)
     check_packed(config, model, needs)
     check_computation(model, config.data.packing, device, model.dtype)

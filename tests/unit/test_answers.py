@@ -15,14 +15,20 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from raytune_fsdp.base.errors import ConfigError, DataError, ModelError
+from raytune_fsdp.checkpoint import model_files
 from raytune_fsdp.checkpoint.model_files import load_for_inference
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import EvalConfig
+from raytune_fsdp.data.questions import Questions, open_tasks
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.run.evaluation import answers
+from raytune_fsdp.launch.examine import Measured, examine
+from raytune_fsdp.launch.worker import alone
+from raytune_fsdp.plan.plan import ALONE
+from raytune_fsdp.run.evaluation import answers, tasks
 from raytune_fsdp.run.evaluation.answers import Talk, asked, check_prompts, encode_prompt, ends
-from tests.models import save_checkpoint
+from raytune_fsdp.run.evaluation.evaluation import Evaluation
+from tests.models import build, save_checkpoint
 from tests.runs import make_config
 from tests.unit.made_tokenizers import chat, demo
 
@@ -195,6 +201,58 @@ def small(tmp_path: Path) -> Path:
 def test_a_generation_config_with_strings_to_stop_at_is_followed(small: Path) -> None:
     (small / "generation_config.json").write_text(json.dumps({"stop_strings": ["zzz"], "eos_token_id": 2}))
     asked_of(small)
+
+
+def questions(directory: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[FinetuneConfig, list[Questions]]:
+    rows = directory / "questions.jsonl"
+    rows.write_text(json.dumps({"question": "How many?", "answer": "4"}) + "\n")
+    config = make_config(
+        directory, eval={"prompts": ["Hi!"], "tasks": [{"type": "exact", "path": str(rows), "max_new_tokens": 12}]}
+    )
+    return config, open_tasks(config, tokenizer, 1100, positions=128)
+
+
+def measured_of(small: Path, directory: Path) -> Measured:
+    """What `eval` measures of a directory: here the texts themselves, in the place of the share of right ones."""
+    model, tokenizer = load_for_inference(small, CPU)
+    config, tasks = questions(directory, tokenizer)
+    exam = Evaluation(tasks=tasks, prompts=config.eval.prompts, max_new_tokens=12)
+    return examine(config, model, tokenizer, exam, CPU)
+
+
+def test_what_its_makers_let_it_write_changes_no_measurement(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's ranks know nothing of that, so a base and what was made of it would not compare."""
+    monkeypatch.setattr(tasks, "_judged", lambda task, answers: answers)
+    (small / "generation_config.json").unlink(missing_ok=True)
+    plain = measured_of(small, tmp_path)
+    makers = {"repetition_penalty": 50.0, "suppress_tokens": list(range(500)), "num_beams": 2, "stop_strings": ["e"]}
+    (small / "generation_config.json").write_text(json.dumps(makers))
+    assert measured_of(small, tmp_path) == plain
+    model, tokenizer = load_for_inference(small, CPU)
+    assert model.generation_config.num_beams == 2, "generate and chat follow it"
+    with alone(CPU):  # as where a network's own config has such settings
+        _, asked = questions(tmp_path, tokenizer)
+        said = tasks.measure_tasks(
+            model, tokenizer, asked, micro_batch=1, layout=ALONE, device=CPU, attention="sdpa"
+        )  # fmt: skip
+        assert said != plain[0]
+        model.generation_config.suppress_tokens = "many"
+        with pytest.raises(ModelError, match="cannot answer as its configs say"):
+            tasks.measure_tasks(model, tokenizer, asked, micro_batch=1, layout=ALONE, device=CPU, attention="sdpa")
+
+
+def test_a_checkpoint_writes_as_its_export_does(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of lm-evaluation-harness also take what the model's makers have set."""
+    monkeypatch.setattr(model_files, "find_checkpoint", lambda path: None)
+    monkeypatch.setattr(model_files, "model_files", lambda checkpoint: small)
+    monkeypatch.setattr(model_files, "load_checkpoint", lambda *_, **__: build("llama"))
+    for text, penalty in (('{"repetition_penalty": 1.05}', 1.05), ("none", 1.0), (None, 1.0)):
+        (small / "generation_config.json").unlink(missing_ok=True)
+        if text is not None:
+            (small / "generation_config.json").write_text(text)
+        assert (load_for_inference(tmp_path, CPU)[0].generation_config.repetition_penalty or 1.0) == penalty
 
 
 def test_what_a_stranger_s_model_cannot_answer_is_said_in_words(small: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from raytune_fsdp.model.attention.choose import takes_position_ids, without_bord
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import ACCURACY_OF_CHOICES, EXACT_MATCH, evaluation_of
-from raytune_fsdp.run.evaluation.answers import beating, ends
+from raytune_fsdp.run.evaluation.answers import beating, ends, errors_of_generate
 from raytune_fsdp.step.parallel import evaluating
 
 logger = logging.getLogger(__name__)
@@ -159,10 +160,11 @@ def _answers(
         for row, number in enumerate(numbers):
             prompt = torch.from_numpy(task.prompts[number].astype(np.int64))
             ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
-        output = model.generate(
-            input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=task.task.max_new_tokens,
-            do_sample=False, use_cache=True, synced_gpus=layout.world > 1, **stop,
-        )  # fmt: skip
+        with nullcontext() if layout.world > 1 else errors_of_generate(model):
+            output = model.generate(
+                input_ids=ids.to(device), attention_mask=mask.to(device), max_new_tokens=task.task.max_new_tokens,
+                do_sample=False, use_cache=True, synced_gpus=layout.world > 1, tokenizer=tokenizer, **stop,
+            )  # fmt: skip
         if index < len(batches):
             yield from zip(numbers, tokenizer.batch_decode(output[:, longest:], skip_special_tokens=True), strict=True)
 
