@@ -30,7 +30,11 @@ class RecordFollower:
         self._size = 0
         self._newest = (0, after)
         """Attempt and step of the newest line. The pair only grows: a later attempt trains a step again."""
+        self._seen = 0
+        """How many lines with this pair were yielded: a step's evaluations have the pair of its own line."""
         self._catching_up = True
+        self._passed = 0
+        """How many lines with this pair were met since the file was opened again."""
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines written since the last call."""
@@ -40,7 +44,7 @@ class RecordFollower:
             return
         if (found.st_dev, found.st_ino) != self._file or found.st_size < self._size:
             _check(self._path)
-            self._catching_up = True
+            self._catching_up, self._passed = True, 0
             self._file = found.st_dev, found.st_ino
             self._reader = RecordReader(self._path)
             # The file of an attempt that went back: its lines of earlier steps have the numbers of earlier attempts.
@@ -51,7 +55,10 @@ class RecordFollower:
             attempt = line.get("attempt")
             place = (attempt if type(attempt) is int else 1, step_of(line))
             if self._catching_up and place <= self._newest:
-                continue
+                self._passed += place == self._newest
+                if place < self._newest or self._passed <= self._seen:
+                    continue
+            self._seen = self._seen + 1 if place == self._newest else 1
             self._catching_up, self._newest = False, place
             yield line
 
@@ -60,7 +67,7 @@ class RecordFollower:
         if self._reader is not None:
             self._reader = RecordReader(self._path)
             self._reader.seek(Position(self._newest[1] + (not self._newest[0])))
-            self._catching_up = True
+            self._catching_up, self._passed = True, 0
 
 
 class EventFollower:

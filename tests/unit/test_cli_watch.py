@@ -66,6 +66,27 @@ def test_every_line_is_read_once_also_of_an_attempt_that_goes_back(tmp_path: Pat
     assert [*record.lines()][0]["values"] == {"eval/b/loss": 2.0}
 
 
+def test_the_evaluation_of_the_newest_step_is_read_where_the_file_is_opened_again(tmp_path: Path) -> None:
+    """An open file of NFS may end after the step, and an attempt may end after its evaluation."""
+    run = Recorded(tmp_path)
+    record = RecordFollower(run.place.metrics)
+    run.attempt()
+    run.train(3)
+    assert [step_of(line) for line in record.lines()] == [1, 2, 3]
+    run.evaluate(a=1.0)
+    record.reopen()
+    assert [line["kind"] for line in record.lines()] == ["eval"]
+    record.reopen()
+    assert [*record.lines()] == []
+    run.evaluate(b=1.0)
+    assert [line["values"] for line in record.lines()] == [{"eval/b/loss": 1.0}]
+    run.evaluate(c=1.0)
+    run.end("failed")
+    run.attempt(resumed_from=3)  # another file, with all of these lines
+    run.train(1)
+    assert [(line["attempt"], step_of(line)) for line in record.lines()] == [(1, 3), (2, 4)]
+
+
 def test_what_was_before_is_left_out(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     run.attempt()
