@@ -25,6 +25,7 @@ from raytune_fsdp.record.copies import tensorboard as tracking_tensorboard
 from raytune_fsdp.record.copies.tensorboard import TensorboardTracker
 from raytune_fsdp.record.copies.wandb import WandbTracker
 from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation
+from raytune_fsdp.record.lines import evaluation_line, step_lines, to_bytes
 from raytune_fsdp.record.names import labelled
 from raytune_fsdp.record.tracker import Composite, RunStart, Tracker
 from raytune_fsdp.run.checks import check_trackers
@@ -139,7 +140,7 @@ def test_tensorboard_has_an_evaluation_once_that_was_written_apart_from_its_step
 
 class FakeWandb(SimpleNamespace):
     """Keeps a history as W&B does: a step less than the last one is dropped, an equal one is added to, and what comes
-    without a step ends the row."""
+    without a step ends the row. A run that is resumed begins a new row."""
 
     def __init__(self) -> None:
         super().__init__(Settings=lambda **settings: settings)
@@ -147,28 +148,28 @@ class FakeWandb(SimpleNamespace):
         self.inits: list[dict[str, Any]] = []
         self.codes: list[int | None] = []
         self.axes: dict[str, str | None] = {}
-        self.row = 0
-        """The one that is open; a step before it is dropped."""
+        self.step = 0
+        """Of the row that is open; a step before it is dropped."""
         self.gate = threading.Event()
         self.gate.set()
 
     def init(self, **given: Any) -> FakeWandb:
         self.gate.wait(30)
         self.inits.append(given)
+        self.step = max(self.history, default=-1) + 1
         return self
 
     def define_metric(self, name: str, step_metric: str | None = None, hidden: bool | None = None) -> None:
         self.axes[name] = step_metric
 
     def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        at = self.row if step is None else step
-        if at >= self.row:
+        at = self.step if step is None else step
+        if at >= self.step:
             self.history.setdefault(at, {}).update(data)
-            self.row = at + (step is None)
+            self.step = at + (step is None)
 
     def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
         self.codes.append(exit_code)
-        self.row = max(self.history) + 1
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
 def test_wandb_has_one_run_with_every_value(tmp_path: Path, wandb: FakeWandb) -> None:
     first = WandbTracker(tmp_path, project="p", entity="team")
     attempt(tmp_path, first, 1, 1, 27)
-    until(lambda: first._steps.sent.step == 20)
+    until(lambda: first._steps.sent == following.Position(20, 2))
     hand_over(first)
     second = WandbTracker(tmp_path, project="p", entity="team")
     attempt(tmp_path, second, 2, 21, 60).finish("finished")
@@ -195,6 +196,44 @@ def test_wandb_has_one_run_with_every_value(tmp_path: Path, wandb: FakeWandb) ->
     one, two = wandb.inits
     assert one["id"] == two["id"] == (tmp_path / "wandb_run_id").read_text().strip() and two["resume"] == "allow"
     assert (one["project"], one["entity"], one["name"], two["config"]) == ("p", "team", "demo", {"lr": 2})
+
+
+def test_wandb_has_the_evaluations_of_the_step_at_which_a_run_is_resumed(tmp_path: Path, wandb: FakeWandb) -> None:
+    """W&B is at the next step then. An attempt may make up for an evaluation, and the command may send the last one."""
+    first = WandbTracker(tmp_path, project="p")
+    both = Composite([first], record=JsonlTracker(tmp_path))
+    both.start(RunStart(name="demo", attempt=1, total_steps=21))
+    for each in (19, 20):
+        both.steps([step(each, 1.0)], world_size=1, attempt=1)
+    both.evaluation(20, {"eval/x/loss": 0.5})
+    both.event("saved", step=20)
+    until(lambda: first._steps.sent == following.Position(20, 2))
+    hand_over(first)
+    second = WandbTracker(tmp_path, project="p")
+    second.start(RunStart(name="demo", attempt=2, resumed_from=20, total_steps=21))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(to_bytes(evaluation_line(20, {"eval/y/loss": 0.25}, 2)))
+        file.write(b"".join(map(to_bytes, step_lines([step(21, 2.0)], 1, 2))))
+    second.event("saved", step=21)
+    until(lambda: second._steps.sent.step == 21)
+    second._failed()  # and what was given is not given again
+    hand_over(second)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(to_bytes(evaluation_line(21, {"eval/x/loss": 0.125}, 2)))
+    third = WandbTracker(tmp_path, project="p")
+    third.start(RunStart(name="demo", attempt=3, total_steps=21, over=True, committed=21))
+    third.finish("finished")
+    assert third.unsent is None
+    assert wandb.axes == {"evaluated_step": None}, "earlier evaluations would not be in curves over it"
+    said = {
+        number: {name: value for name, value in row.items() if name.startswith("eval")}
+        for number, row in wandb.history.items()
+    }
+    assert said == {
+        19: {}, 20: {"eval/x/loss": 0.5, "eval/x/perplexity": math.exp(0.5)},
+        21: {"eval/y/loss": 0.25, "eval/y/perplexity": math.exp(0.25), "evaluated_step": 20},
+        22: {"eval/x/loss": 0.125, "eval/x/perplexity": math.exp(0.125), "evaluated_step": 21},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("receiver", ["tensorboard", "wandb"])

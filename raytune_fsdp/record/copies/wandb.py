@@ -11,8 +11,9 @@ from typing import Any
 from raytune_fsdp.base.durable import make_private, replace_at_once
 from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.plan.run_dir import WANDB_ID_FILE
-from raytune_fsdp.record.copies.following import Copy, kept_id
+from raytune_fsdp.record.copies.following import Copy, Position, kept_id
 from raytune_fsdp.record.copies.mlflow_run import node_points_of, points_of
+from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.tracker import Status
 
 # W&B's exit codes: 255 means stopped by a user, any other but 0 a crash.
@@ -37,12 +38,16 @@ class WandbTracker(Copy):
         self._entity = entity
         self._run: Any = None
         self._row = 0
+        self._place, self._given = Position(), Position()
+        """Of the line that was written last, and the furthest that W&B was ever given."""
 
     def _open(self, step: int) -> None:
         import wandb
 
+        self._place = Position(step)
         if self._run is not None:
             return  # W&B takes a step again, and keeps the last value of a key
+        self._given = self._steps.last_sent()
         file = self._directory / WANDB_ID_FILE
         if not (known := kept_id(file)):
             known = uuid.uuid4().hex
@@ -62,18 +67,31 @@ class WandbTracker(Copy):
         )
 
     def _write(self, line: Mapping[str, Any]) -> None:
+        step = step_of(line)
+        self._place = Position(step, self._place.lines + 1 if step == self._place.step else 1)
+        is_new, self._given = self._place > self._given, max(self._place, self._given)
+        if line["kind"] == "eval" and step < self._run.step:
+            # A run that is resumed there goes on in a new row, and what it is told of the row before is dropped.
+            if is_new:
+                self._into_open_row(line)
+            return
         points = [*points_of(line, 0), *node_points_of(line, 0)]
         if points:
             self._row = points[0][3]
             self._run.log({name: value for name, value, _, _ in points}, step=self._row)
 
     def _write_late(self, line: Mapping[str, Any]) -> None:
-        # W&B takes no row of a step before its last one: these values go into its last row, with their own step as a
-        # metric. Once the run is over, no row is open, and each line gets a row.
-        self._run.define_metric(_EVALUATED, hidden=True)
+        # Not for the few of `_write`: curves over this metric lack the rows that have none.
         self._run.define_metric("eval/*", step_metric=_EVALUATED)
+        self._into_open_row(line)
+
+    def _into_open_row(self, line: Mapping[str, Any]) -> None:
+        # W&B takes no row of a step before its last one: these values go into the row that is open, with their own step
+        # as a metric. Once the run is over, no row is open, and each line gets a row.
+        self._run.define_metric(_EVALUATED, hidden=True)
         values = {name: value for name, value, _, _ in points_of(line, 0)}
-        self._run.log(values | {_EVALUATED: line["step"]}, step=None if self._start.over else self._row)
+        step = None if self._start.over else max(self._row, self._run.step)
+        self._run.log(values | {_EVALUATED: line["step"]}, step=step)
 
     def _flush(self) -> None:
         """Do nothing: what was logged is in the library's spool."""
