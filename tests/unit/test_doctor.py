@@ -507,6 +507,15 @@ def test_gpus_without_bf16_and_a_torch_that_cannot_use_them(tmp_path: Path, monk
     assert found.status == "ok" and "torch for CUDA 13.0, NCCL 2.28.3" in found.found
 
 
+def test_a_gpu_of_which_the_driver_does_not_say_everything() -> None:
+    """One that shares the host's memory has no size of its own."""
+    gpu = {"name": "NVIDIA GB10", "mib": "[N/A]", "driver": "580.95.05", "capability": "[N/A]"}
+    facts = {"gpus": [gpu], "smi": None, "torch": {"count": 1, "cuda": "13.0", "nccl": "2.28.3"}}
+    (found,) = machines.check_gpus(facts, "here", device="cuda")
+    assert found.status == "ok" and "1 x NVIDIA GB10 (size not known), driver 580.95.05" in found.found
+    assert not machines.check_bf16(facts, "here", "bf16") and not machines.check_bf16(facts, "here", "fp8")
+
+
 def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'Driver/library version mismatch'; exit 18\n")
     (tmp_path / "nvidia-smi").chmod(0o755)

@@ -196,7 +196,8 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
         return [ok("GPUs", f"{where}: none, so it computes on the CPU")]
     kinds: dict[str, int] = defaultdict(int)
     for gpu in gpus:
-        kinds[f"{gpu['name']} ({int(gpu['mib']) / 1024:.0f} GiB)"] += 1
+        mib = _number(gpu["mib"])  # "[N/A]" where it is the host's, as on a DGX Spark
+        kinds[f"{gpu['name']} ({'size not known' if mib is None else f'{mib / 1024:.0f} GiB'})"] += 1
     has = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if seen.get("error", "").startswith(node.NOT_CHECKED):
         said = f"{where}: {has}, driver {gpus[0]['driver']}; whether torch can use them was {seen['error']}"
@@ -225,14 +226,28 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
 def check_bf16(facts: Facts, where: str, precision: str) -> list[Finding]:
     """Check that the GPUs have bf16 or fp8, if the run computes in it."""
     if precision == "fp8":
-        without = [gpu["name"] for gpu in facts["gpus"] if float(gpu["capability"]) < _FP8_FROM]
+        without = _gpus_below(_FP8_FROM, facts)
         said = f"{where}: {without[0] if without else ''} has no fp8, and parallel.precision=fp8: a run is refused"
         return [problem("fp8", said, "set parallel.precision=bf16 (or fp16)")] if without else []
-    old = [gpu["name"] for gpu in facts["gpus"] if float(gpu["capability"]) < _BF16_FROM]
+    old = _gpus_below(_BF16_FROM, facts)
     if not old or precision not in ("bf16", "bf16_pure"):
         return []
     said = f"{where}: {old[0]} has no bf16, and parallel.precision={precision}: torch would emulate it, slowly"
     return [problem("bf16", f"{said}, and no flash kernel runs", "set parallel.precision=fp16 (or fp32)")]
+
+
+def _gpus_below(capability: float, facts: Facts) -> list[str]:
+    """Return the names of the GPUs of which it is known that they have less."""
+    known = [(gpu["name"], _number(gpu["capability"])) for gpu in facts["gpus"]]
+    return [name for name, its in known if its is not None and its < capability]
+
+
+def _number(text: str) -> float | None:
+    """Return a number that nvidia-smi has printed; None for "[N/A]" and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 # Which attention the run will try, and whether its package is installed.
