@@ -520,8 +520,12 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'Driver/library version mismatch'; exit 18\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(node, "_nvidia_is_there", lambda: True)
     (found,) = machines.check_gpus(node.look(), "here", device=None)
     assert found.status == "problem" and "Driver/library version mismatch" in found.found
+    monkeypatch.setattr(node, "_nvidia_is_there", lambda: False)  # the image of a machine of CPUs has the driver
+    assert machines.check_gpus(node.look(), "here", device=None)[0].status == "ok"
+    assert machines.check_gpus(node.look(), "here", device="cuda")[0].status == "problem"
 
 
 @pytest.mark.usefixtures("patient")

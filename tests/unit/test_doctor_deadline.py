@@ -230,6 +230,18 @@ def test_a_node_that_starts_processes_slowly_is_not_lost() -> None:
     assert gone.status == "problem" and "restart Ray on it" in gone.fix
 
 
+def test_a_gpu_is_there_also_where_its_driver_is_not(tmp_path: Path) -> None:
+    buses, devices = tmp_path / "pci", tmp_path / "dev"
+    card = buses / "0000:01:00.0"
+    card.mkdir(parents=True)
+    devices.mkdir()
+    for vendor, there in (("0x8086", False), ("0x10de", True)):
+        (card / "vendor").write_text(f"{vendor}\n")
+        assert node._nvidia_is_there(str(devices), str(buses)) == there
+    (devices / "nvidia0").touch()  # in a container that does not see the bus
+    assert node._nvidia_is_there(str(devices), str(tmp_path / "nowhere"))
+
+
 def test_an_nvidia_smi_that_is_slow_is_no_broken_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "nvidia-smi").chmod(0o755)

@@ -189,7 +189,7 @@ def check_gpus(facts: Facts, where: str, *, device: str | None) -> list[Finding]
             return [
                 problem(
                     "GPUs",
-                    f"{where}: no NVIDIA GPU (no nvidia-smi), and cluster.device=cuda",
+                    f"{where}: no NVIDIA GPU, and cluster.device=cuda",
                     "set cluster.device=cpu, or start the run where GPUs are; in a container: --gpus all",
                 )
             ]

@@ -143,11 +143,19 @@ def _gpus(seconds: float) -> tuple[list[dict[str, Any]], str | None]:
         return [], f"{NOT_CHECKED} {seconds:.0f} s (nvidia-smi has not ended)"
     except OSError as error:
         return [], f"nvidia-smi: {type(error).__name__}"
+    if done.returncode and not _nvidia_is_there():
+        return [], None  # a machine of CPUs alone whose image has the driver
     if done.returncode:
         return [], f"nvidia-smi fails: {(done.stdout + done.stderr).strip()[:200]}"
     keys = ("name", "mib", "driver", "capability")
     rows = csv.reader(io.StringIO(done.stdout), skipinitialspace=True)
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)], None
+
+
+def _nvidia_is_there(devices: str = "/dev", buses: str = "/sys/bus/pci/devices") -> bool:
+    """Return whether the machine has an NVIDIA device, also one that its driver does not know."""
+    cards = Path(buses).glob("*/vendor")
+    return any(Path(devices).glob("nvidia*")) or any(card.read_text().strip() == "0x10de" for card in cards)
 
 
 def _seen_by_torch(seconds: float) -> dict[str, Any]:
