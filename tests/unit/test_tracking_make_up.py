@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from raytune_fsdp.launch.environment import environment
 from raytune_fsdp.launch.finetune import finetune
 from raytune_fsdp.launch.result import FinetuneResult
 from raytune_fsdp.record.copies import following, mlflow, mlflow_model
@@ -112,3 +113,27 @@ def test_the_same_command_sends_what_is_missing_and_mends_the_record(
     sent = len(server.calls)
     time.sleep(1)  # the page says to the second when it was made
     assert command(30).unsent is None and "log_artifact" not in server.calls[sent:]
+
+
+@pytest.mark.parametrize(("set_to", "files", "points"), [(None, "3600", "30"), ("77", "77", "77")])
+def test_a_server_may_take_long_for_a_file_of_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_to: str | None, files: str, points: str
+) -> None:
+    """It may answer only when its own storage has it, and nothing is sent twice."""
+    server = FakeServer()
+    seen: dict[str, str] = {}
+
+    def fault(call: str) -> None:
+        seen.setdefault(call, os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
+
+    server.fault = fault
+    monkeypatch.setattr(mlflow_model, "connect", lambda uri: server)
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", set_to)
+    (tmp_path / "config.json").write_text("{}")
+    with environment(ENVIRONMENT):
+        run_id = server.create_run(server.create_experiment("e"), tags={}, run_name="run").info.run_id
+        assert mlflow_model.register("http://127.0.0.1:9", run_id, tmp_path, "tiny", 7) == "1"
+    assert (seen["log_artifact"], seen["create_model_version"]) == (files, points)
+    assert os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") == set_to

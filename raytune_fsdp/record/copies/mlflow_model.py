@@ -12,6 +12,8 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.plan.run_dir import MLFLOW_MODEL
 from raytune_fsdp.record.copies.following import muted
-from raytune_fsdp.record.copies.mlflow_run import NOISY_LOGGERS, MlflowRun, connect, get_run
+from raytune_fsdp.record.copies.mlflow_run import ENVIRONMENT, NOISY_LOGGERS, MlflowRun, connect, get_run
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ _STEP = "raytune_fsdp.step"
 """Tag of a version: the step whose export it is."""
 _PLACE, _WEIGHTS = "export", "model"
 _ADAPTER_CONFIG = "adapter_config.json"
+_TIMEOUT, _SEND_SECONDS = "MLFLOW_HTTP_REQUEST_TIMEOUT", "3600"
+"""A server may answer only when it has sent a file of some GB on to its own storage."""
 
 
 def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
@@ -55,9 +59,24 @@ def register(uri: str, run_id: str, export: Path, name: str, step: int) -> str:
 
 
 def _send(run: MlflowRun, export: Path) -> str:
-    run.add_directory(export, f"{_PLACE}/{_WEIGHTS}")
+    with _patient():
+        run.add_directory(export, f"{_PLACE}/{_WEIGHTS}")
     with TemporaryDirectory() as folder:
         return run.add_directory(_describe(export, Path(folder), run.id, weights=_WEIGHTS), _PLACE)
+
+
+@contextmanager
+def _patient() -> Iterator[None]:
+    """Let requests take long while the context lasts, unless a user has set how long: ours is for points."""
+    before = os.environ.get(_TIMEOUT)
+    if before not in (None, ENVIRONMENT[_TIMEOUT]):
+        yield
+        return
+    os.environ[_TIMEOUT] = _SEND_SECONDS
+    try:
+        yield
+    finally:
+        os.environ.pop(_TIMEOUT) if before is None else os.environ.update({_TIMEOUT: before})
 
 
 def _describe(export: Path, place: Path, run_id: str, *, weights: str | None = None) -> Path:
