@@ -6,11 +6,14 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +51,9 @@ T = TypeVar("T")
 
 _LOOK_SECONDS = 0.2
 """How soon a dead rank is noticed, in seconds."""
+_SIGN_SECONDS = 1.0
+_SIGNS, _PREPARED = "raytune_fsdp/signs", "raytune_fsdp/prepared"
+"""Keys of torchrun's store: how often rank 0 has said that it lives, and that the others may join it."""
 SHUTDOWN_SECONDS = 120
 """Ranks that have to end get this long to save, or to notice that another rank died. torch's default is 30."""
 
@@ -286,9 +292,16 @@ def _run_rank(
         ranks = ranks_here()
         return prepared, standing, _preflight(config, prepared, standing, device, ranks=ranks, force=force, say=say)
 
+    minutes = config.cluster.collective_minutes
     with stop:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=minutes)))
         # Before rank 0 joins the others, who get the result then: the planner needs a process group of its own.
-        found = _beforehand(look) if is_rank0() else look
+        if is_rank0():
+            with _waited_for(store):
+                found = _beforehand(look)
+        else:
+            _wait_for_rank0(store, minutes)
+            found = look
         _join(config, device)
         try:
             prepared, standing, predicted = on_rank0(found, what="prepare the run")
@@ -329,6 +342,48 @@ def _beforehand(work: Callable[[], T]) -> Callable[[], T]:
     except Exception as error:
         outcome.set_exception(error)
     return outcome.result
+
+
+@contextmanager
+def _waited_for(store: dist.Store) -> Iterator[None]:
+    """Let the other ranks know that this one lives, for however long the context lasts, and then that they may join."""
+    over = Event()
+
+    def say() -> None:
+        with suppress(dist.DistError):  # joining the others reports it
+            while not over.wait(_SIGN_SECONDS):
+                store.add(_SIGNS, 1)
+
+    thread = Thread(target=say, name="signs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    store.set(_PREPARED, "")
+
+
+def _wait_for_rank0(store: dist.Store, minutes: float) -> None:
+    """Return when rank 0 has prepared the run: who has joined waits for it no longer than for a step."""
+    signs, heard = -1, time.monotonic()
+    try:
+        while not store.check([_PREPARED]):
+            newest, now = store.add(_SIGNS, 0), time.monotonic()
+            if newest != signs:
+                signs, heard = newest, now
+            elif now > heard + 60 * minutes:
+                raise TrainingError(
+                    f"rank 0 prepares the run, and has given no sign of life for cluster.collective_minutes={minutes:g}"
+                    ": see what it has printed and whether its storage answers; `raytune-fsdp data stats` prepares the "
+                    "data before the run starts"
+                )
+            time.sleep(_SIGN_SECONDS)
+    except dist.DistError as error:
+        raise TrainingError(
+            f"rank 0 has ended before the run was prepared ({error}): see what it has printed; the same command "
+            "continues"
+        ) from error
 
 
 def _join(config: FinetuneConfig, device: torch.device) -> None:

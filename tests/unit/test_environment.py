@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.launcher.api import LaunchConfig
 
+from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.launch import local
 from raytune_fsdp.launch.environment import environment
 
@@ -35,6 +37,20 @@ def test_two_calls_at_once_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["RAYTUNE_TEST_OURS"] == "ours"
     second.__exit__(None, None, None)
     assert "RAYTUNE_TEST_OURS" not in os.environ
+
+
+def test_ranks_wait_for_the_first_one_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun it prepares for all. To wait in the process group would end after cluster.collective_minutes."""
+    monkeypatch.setattr(local, "_SIGN_SECONDS", 0.01)
+    store, minutes = HashStore(), 0.5 / 60
+    joined = Event()
+    other = Thread(target=lambda: (local._wait_for_rank0(store, minutes), joined.set()), daemon=True)
+    other.start()
+    with local._waited_for(store):
+        assert not joined.wait(4 * 60 * minutes)
+    assert joined.wait(10)
+    with pytest.raises(TrainingError, match=r"no sign of life for cluster.collective_minutes=0.0001: .* data stats"):
+        local._wait_for_rank0(HashStore(), 0.0001)
 
 
 def test_ranks_of_this_machine_meet_at_an_address_that_every_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
