@@ -226,7 +226,11 @@ def test_a_node_is_logged_in_and_its_storage_is_the_containers(name: str) -> Non
     (shared,) = [each.split()[1].partition(":")[0] for each in config["docker"]["run_options"] if "--volume" in each]
     made = f"{shared}/data {shared}/runs {shared}/hf"
     assert first[-1] == f"mountpoint -q {shared} && sudo install -d -o 1000 -g 1000 {made}"
-    assert "USER 1000" in (ROOT / "docker" / "Dockerfile").read_text()
+    image = (ROOT / "docker" / "Dockerfile").read_text()
+    assert image.count("USER 1000\nWORKDIR /home/ray/raytune-fsdp\n") == 2
+    assert image.count("&& chown ray:ray /home/ray /home/ray/raytune-fsdp\n") == 2, (
+        "COPY may give the directory to root"
+    )
 
 
 def test_drivers_are_new_enough_for_torch() -> None:
