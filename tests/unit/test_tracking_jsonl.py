@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import random
 import struct
+import threading
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -15,6 +18,7 @@ import pytest
 
 from raytune_fsdp.base.errors import RaytuneError, TrainingError
 from raytune_fsdp.base.measured import Digest, StepMetrics
+from raytune_fsdp.record import jsonl
 from raytune_fsdp.record.jsonl import JsonlTracker, append_event, read_events, read_metrics, read_trajectory
 from raytune_fsdp.record.tracker import RunStart
 
@@ -187,6 +191,32 @@ def test_events_of_several_processes_and_attempts(tmp_path: Path) -> None:
     assert (saved["attempt"], saved["event"]) == (2, "saved") and saved["time"].endswith("+00:00")
     assert (resized["attempt"], resized["fields"]["after"]) == (3, 3)
     assert finished["event"] == "finished"
+
+
+def test_processes_append_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, lines of two nodes would take the same place: the driver writes events, and rank 0 does."""
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setattr(jsonl, "_TURN_SECONDS", 30.0)
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        mine = threading.Thread(target=append_event, args=(path, "saved"), kwargs={"attempt": 1, "fields": {}})
+        mine.start()
+        mine.join(0.1)
+        assert mine.is_alive() and not path.read_bytes(), "not yet"
+        other.write(b'{"event": "attempt_started", "attempt": 2, "fields": {}}\n')
+    mine.join(20)
+    assert [each["event"] for each in read_events(path)] == ["attempt_started", "saved"]
+    monkeypatch.setattr(jsonl, "_TURN_SECONDS", 0.05)
+    with path.open("ab") as other:  # of a process that was stopped
+        fcntl.flock(other, fcntl.LOCK_EX)
+        append_event(path, "saved", attempt=2, fields={})
+
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    append_event(path, "saved", attempt=3, fields={})
+    assert [each["attempt"] for each in read_events(path)] == [2, 1, 2, 3]
 
 
 def test_scalars_of_array_libraries_are_numbers(tmp_path: Path) -> None:
