@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.rendezvous import rendezvous
 
 from raytune_fsdp.base import errors
 from raytune_fsdp.base.batch import Progress
@@ -294,7 +296,7 @@ def _run_rank(
 
     minutes = config.cluster.collective_minutes
     with stop:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=minutes)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(minutes=minutes)))
         # Before rank 0 joins the others, who get the result then: the planner needs a process group of its own.
         if is_rank0():
             with _waited_for(store):
@@ -345,7 +347,7 @@ def _beforehand(work: Callable[[], T]) -> Callable[[], T]:
 
 
 @contextmanager
-def _waited_for(store: dist.Store) -> Iterator[None]:
+def _waited_for(store: Store) -> Iterator[None]:
     """Let the other ranks know that this one lives, for however long the context lasts, and then that they may join."""
     over = Event()
 
@@ -364,7 +366,7 @@ def _waited_for(store: dist.Store) -> Iterator[None]:
     store.set(_PREPARED, "")
 
 
-def _wait_for_rank0(store: dist.Store, minutes: float) -> None:
+def _wait_for_rank0(store: Store, minutes: float) -> None:
     """Return when rank 0 has prepared the run: who has joined waits for it no longer than for a step."""
     signs, heard = -1, time.monotonic()
     try:
