@@ -281,11 +281,14 @@ def _listen(config: FinetuneConfig, place: RunDir, seconds: float) -> None:
 def _has_ended(found: Mapping[str, Any]) -> bool:
     """Return whether the process that signed the lock has certainly ended. False may also mean: not known.
 
-    At any time, no two PID namespaces have the same number. If ours has the number of the holder's, either it is the
-    same, and we would see the process; or the holder's has ended, and with it every process in it.
+    At any time, no two PID namespaces of a machine have the same number. If ours has the number of the holder's, either
+    it is the same, and we would see the process; or the holder's has ended, and with it every process in it. On all
+    machines the first namespace has the same number, so it must have been this one, since it was started.
     """
     pid, namespace = found.get("pid"), found.get("namespace")
-    if not this_node()[1] or namespace is None or namespace != _namespace() or not is_count(pid) or not pid:
+    if not this_node()[1] or found.get("boot") != _boot():
+        return False
+    if namespace is None or namespace != _namespace() or not is_count(pid) or not pid:
         return False
     try:
         os.kill(pid, 0)

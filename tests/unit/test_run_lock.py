@@ -21,7 +21,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.lease import TakenOverError, lease_of
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch import run_lock
-from raytune_fsdp.launch.run_lock import is_locked, locked
+from raytune_fsdp.launch.run_lock import Signs, is_locked, locked
 from raytune_fsdp.plan.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -335,6 +335,26 @@ def test_after_a_crash_nobody_is_listened_for_where_the_process_is_known_to_be_g
     monkeypatch.setattr(run_lock, "_listen", lambda *given: listened.append(given[-1]))
     with locked(config):
         assert listened == [] if known else listened == [1.5 * run_lock.BEAT_SECONDS]
+
+
+def test_a_run_on_another_machine_lives_though_its_process_is_not_seen_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of containers the number of the PID namespace is the same on all machines."""
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.1)
+    place = RunDir.of(config_of(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    content = {"pid": gone.pid, "namespace": run_lock._namespace(), "boot": "elsewhere", "token": "t"}
+    place.path.mkdir(parents=True)
+    place.lock.write_text(json.dumps(content))
+    signs = Signs(place)
+    place.beat.write_text("t 1")
+    assert signs.look() is None
+    place.beat.write_text("t 2")
+    assert signs.look() == "running"
+    place.lock.write_text(json.dumps({**content, "boot": run_lock._boot()}))
+    assert signs.look() == "silent"
 
 
 def test_the_thread_that_beats_finds_out_for_those_who_cannot_wait(tmp_path: Path, quick: None) -> None:
