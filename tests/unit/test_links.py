@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,8 +20,9 @@ from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.model.adapters.config_file import read_adapter_config
-from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE
+from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, SEEING_FILES
 from raytune_fsdp.model.export.mark import new_export
+from raytune_fsdp.model.export.write import ExportForm, _put_form
 from raytune_fsdp.plan.run_dir import check_links
 from tests.hostile_runs import CHECKPOINT, NOT_OURS, OLDER, check_all, linked
 
@@ -219,3 +222,18 @@ def test_an_adapter_in_the_cache_of_the_hub_is_read_through_its_links_and_no_oth
     for place, rule in ((cached, "which may be no part of the model"), (tmp_path / "mine", "is a symbolic link")):
         with pytest.raises(ModelError, match=rule):
             read_adapter_config(place)
+
+
+def test_an_export_takes_no_file_that_the_directory_of_its_base_only_links_to(tmp_path: Path) -> None:
+    base, staging, secret = tmp_path / "base", tmp_path / "staging", tmp_path / ".docker" / "config.json"
+    for place in (base, staging, secret.parent):
+        place.mkdir()
+    secret.write_text('{"auths": {"registry": "c2VjcmV0"}}')
+    network = cast(Any, SimpleNamespace(config=SimpleNamespace(model_type="seeing")))
+    for name in SEEING_FILES:
+        (staging / CONFIG_FILE).write_text('{"model_type": "seeing"}')
+        (base / name).symlink_to(secret)
+        with pytest.raises(ModelError, match=f"{name} is a link to .*, which may be no part of the model"):
+            _put_form(ExportForm(network=network, base_directory=base), staging)
+        (base / name).unlink()
+    assert [path.name for path in staging.iterdir()] == [CONFIG_FILE]

@@ -27,6 +27,7 @@ from raytune_fsdp.model.directory.known_files import (
     CONFIG_FILE,
     SEEING_FILES,
     TOKENIZER_CONFIG_FILE,
+    check_links,
     code_files,
     read_object,
     travelling,
@@ -141,6 +142,7 @@ def _put_form(form: ExportForm, staging: Path) -> None:
     _write_json(staging / CONFIG_FILE, {**config, "architectures": [type(form.network).__name__]})
     for file in [form.base_directory / name for name in SEEING_FILES] if form.base_directory is not None else []:
         try:
+            check_links(file)
             # Copied as it is, if it is JSON and no larger than such a file is.
             read_json(file, limit=MIB, links=True)
             (staging / file.name).write_bytes(read_file(file, limit=MIB, links=True))
