@@ -20,6 +20,7 @@ from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.model.adapters.config_file import read_adapter_config
+from raytune_fsdp.model.directory.bounds import check_tokenizer_files
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, SEEING_FILES
 from raytune_fsdp.model.export.mark import new_export
 from raytune_fsdp.model.export.write import ExportForm, _put_form
@@ -237,3 +238,10 @@ def test_an_export_takes_no_file_that_the_directory_of_its_base_only_links_to(tm
             _put_form(ExportForm(network=network, base_directory=base), staging)
         (base / name).unlink()
     assert [path.name for path in staging.iterdir()] == [CONFIG_FILE]
+
+
+def test_links_in_a_circle_are_refused_instead_of_followed_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("vocab.json")
+    (tmp_path / "vocab.json").symlink_to("tokenizer.json")
+    with pytest.raises(ModelError, match="json is a link that leads to no file"):
+        check_tokenizer_files(tmp_path)

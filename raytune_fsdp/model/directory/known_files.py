@@ -47,6 +47,8 @@ _WEIGHTS = re.compile(
 _HASH = re.compile(r"[0-9a-f]{40,64}")
 _MODULE = re.compile(r"\w+")
 _BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import|^\s*from\s+\.\s+import\s+([\w, ]+)", re.MULTILINE)
+_MOST_LINKS = 40
+"""As many as Linux follows: links may lead in a circle."""
 _MAX_BYTES = 64 * MIB
 """Largest JSON or Python file that is read here."""
 
@@ -96,8 +98,11 @@ def check_links(file: Path) -> None:
     The hub's cache links to files named by their hash; people link to a file of the same name elsewhere, or to another
     one in the same directory.
     """
-    place = file
+    place, followed = file, 0
     while place.is_symlink():
+        followed += 1
+        if followed > _MOST_LINKS:
+            raise ModelError(f"{file} is a link that leads to no file: put the file itself there, or remove it")
         parent = os.path.realpath(place.parent)
         target = Path(os.path.normpath(os.path.join(parent, os.readlink(place))))
         is_cached = target.parent.name == "blobs" and _HASH.fullmatch(target.name)
