@@ -20,7 +20,7 @@ from raytune_fsdp.base.errors import RaytuneError, ResumeError, TrainingError, T
 from raytune_fsdp.base.lease import Lease, TakenOverError
 from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.redaction import redact
-from raytune_fsdp.base.untrusted import UnsoundError, is_count, lines_of
+from raytune_fsdp.base.untrusted import UnsoundError, is_count, lines_of, open_regular
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.record import names
 from raytune_fsdp.record.lines import (
@@ -41,6 +41,10 @@ _TURN_SECONDS, _LOOK_SECONDS = 1.0, 0.01
 """How long an append waits for another one, which takes milliseconds."""
 
 
+class _ReplacedError(TransientError):
+    """Another file has the record's name, so what this attempt writes is read by nobody."""
+
+
 class JsonlTracker(Tracker):
     """Writes both files. A write that fails raises `TrainingError`: training without a record is a waste of time.
 
@@ -54,6 +58,8 @@ class JsonlTracker(Tracker):
         self._metrics_path = directory / METRICS_FILE
         self._events_path = directory / EVENTS_FILE
         self._file: FileIO | None = None
+        self._replaced = False
+        """Whether a later attempt has begun: it has put a file of its own in the place of this one's."""
         self._attempt = 0
         self._evaluated: set[tuple[int, str]] = set()
         self.repaired: dict[str, object] = {}
@@ -75,8 +81,7 @@ class JsonlTracker(Tracker):
         self.repaired = repair_event(taken.problems, aside)
 
     def steps(self, metrics: Sequence[StepMetrics], world_size: int, attempt: int) -> None:
-        if self._lease is not None:
-            self._lease.check_now_and_then()
+        self._check_now_and_then()
         self._append(step_lines(metrics, world_size, attempt))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -87,12 +92,11 @@ class JsonlTracker(Tracker):
             self._append([evaluation_line(step, fresh, self._attempt)])
 
     def event(self, name: str, /, **fields: object) -> None:
-        if self._lease is not None:
-            self._lease.check_now_and_then()
+        self._check_now_and_then()
         append_event(self._events_path, name, attempt=self._attempt, fields=fields)
 
     def finish(self, status: Status) -> None:
-        with suppress(TakenOverError):  # reported before, or too late to matter
+        with suppress(TakenOverError, _ReplacedError):  # reported before, or too late to matter
             self.sync()
             if self._file is not None:
                 with suppress(TransientError):  # a full disk: how the attempt ends is reported elsewhere, too
@@ -109,10 +113,11 @@ class JsonlTracker(Tracker):
             raise _cannot_write(self._metrics_path, error) from error
 
     def sync(self) -> None:
-        """Return when all lines are on the disk. Here a commit also learns that another command owns the run now."""
+        """Return when all lines are on the disk. Here a commit also learns that the run is no longer this attempt's."""
+        file = self._file
         try:
-            if self._file is not None:
-                os.fsync(self._file.fileno())
+            if file is not None:
+                os.fsync(file.fileno())
             if self._events_path.exists():
                 with FileIO(self._events_path, "ab") as events:
                     os.fsync(events.fileno())
@@ -120,6 +125,37 @@ class JsonlTracker(Tracker):
             raise _cannot_write(self._metrics_path, error) from error
         if self._lease is not None:
             self._lease.check()  # last, as syncing may take long
+        if file is not None:
+            self._replaced = self._replaced or self._is_another(file)
+        self._check_replaced()
+
+    def _check_now_and_then(self) -> None:
+        if self._lease is not None:
+            self._lease.check_now_and_then()
+        self._check_replaced()
+
+    def _is_another(self, file: FileIO) -> bool:
+        """Return whether the record is another file by now. The lease is that of the command, with all its attempts.
+
+        The command may believe that an attempt has ended whose processes it cannot reach, and start the next one.
+        """
+        try:
+            # Opened, not only looked at: NFS remembers for a while which file had a name.
+            there = open_regular(self._metrics_path)
+        except (OSError, UnsoundError):  # a person has moved it, or storage does not answer: that is no attempt
+            return False
+        try:
+            return not os.path.samestat(os.fstat(there), os.fstat(file.fileno()))
+        finally:
+            os.close(there)
+
+    def _check_replaced(self) -> None:
+        if self._replaced:
+            raise _ReplacedError(
+                f"{self._metrics_path} is not the file that attempt {self._attempt} writes any more: a later attempt "
+                "goes on with the run, or the file was replaced by hand; what is saved is saved, and this attempt "
+                "writes nothing more; the same command continues from the newest checkpoint"
+            )
 
 
 def append_event(path: Path, name: str, *, attempt: int, fields: Mapping[str, object]) -> None:

@@ -158,6 +158,29 @@ def test_a_process_that_should_be_dead_cannot_write_into_the_record(tmp_path: Pa
     assert steps_of(tmp_path) == [1, 2, 3]
 
 
+def test_an_attempt_that_should_be_dead_commits_nothing_after_its_heir_has_begun(tmp_path: Path) -> None:
+    """Both are of one command, so that the lease says nothing."""
+    zombie = begin(tmp_path)
+    zombie.steps([step(1), step(2)], world_size=2, attempt=1)
+    zombie.sync()
+    heir = begin(tmp_path, resumed_from=2, attempt=2)
+    with pytest.raises(TrainingError, match="is not the file that attempt 1 writes .* the same command continues"):
+        zombie.sync()  # what a commit calls first
+    for write in (lambda: zombie.event("save_failed"), lambda: zombie.steps([step(3)], world_size=2, attempt=1)):
+        with pytest.raises(TrainingError, match="is not the file that attempt 1 writes"):
+            write()
+    zombie.finish("failed")
+    heir.sync()
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_a_record_that_was_moved_away_costs_no_checkpoint(tmp_path: Path) -> None:
+    tracker = begin(tmp_path)
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "kept.jsonl")
+    tracker.steps([step(1)], world_size=1, attempt=1)
+    tracker.sync()
+
+
 def test_a_garbled_line_is_not_read_silently(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "step"}\n')
     with pytest.raises(RaytuneError, match=r"metrics\.jsonl has a line"):
