@@ -35,21 +35,30 @@ def take_from_others(path: Path) -> None:
             path.chmod(stat.S_IMODE(mode) & ~0o007)  # the bit that gives files the directory's group stays
 
 
-def write_durably(path: Path, text: str, *, private: bool = False) -> None:
+def write_durably(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a small file, and wait until storage has its content. `private`: a new file is owner's and group's only."""
-    with open(path, "w", encoding="utf-8", opener=open_private if private else None) as file:
-        file.write(text)
+    with open(path, "wb", opener=open_private if private else None) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_durably(path: Path, text: str, *, private: bool = False) -> None:
+def replace_durably(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Replace a small file: a crash leaves the old content or the new. `private`: only owner and group may read it."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # a file left by a crash keeps its own permissions; a link leads elsewhere
-    write_durably(temporary, text, private=private)
+    write_durably(temporary, content, private=private)
     temporary.replace(path)
     sync_directory(path.parent)  # without this the new content is safe, but perhaps not under its name
+
+
+def update_durably(path: Path, content: bytes) -> None:
+    """Replace a file, unless it has this content: at any time others read the old content or the new, never a part."""
+    with suppress(OSError):
+        if path.stat().st_size == len(content) and path.read_bytes() == content:
+            return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_durably(path, content)
 
 
 def keep_private(path: Path) -> None:

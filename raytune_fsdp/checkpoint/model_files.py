@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.durable import replace_at_once, update_durably
 from raytune_fsdp.base.errors import ModelError, ResumeError, first_line, is_panic, pip_install
 from raytune_fsdp.base.threads import READERS
 from raytune_fsdp.base.untrusted import UnsoundError
@@ -124,11 +124,11 @@ def put_model_files(model: Path, checkpoints: str) -> None:
     elif Path(checkpoints).parent != model.parent:
         for name in names:
             target = Path(checkpoints).parent / MODEL_FILES / name
-            target.parent.mkdir(parents=True, exist_ok=True)
             if name in (RECIPE_FILE, MARK_FILE):
+                target.parent.mkdir(parents=True, exist_ok=True)
                 replace_at_once(target, (model / name).read_bytes(), private=True)
             else:
-                shutil.copyfile(model / name, target)
+                update_durably(target, (model / name).read_bytes())
 
 
 def describe_for_inference(

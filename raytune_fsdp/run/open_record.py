@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 import torch
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.collectives import on_all_ranks
-from raytune_fsdp.base.durable import replace_durably, take_from_others
+from raytune_fsdp.base.durable import replace_durably, take_from_others, update_durably
 from raytune_fsdp.base.errors import RaytuneError, in_one_line, pip_install
 from raytune_fsdp.base.mark import MOST_BYTES, with_mark
 from raytune_fsdp.base.redaction import redact, redact_text
@@ -121,14 +123,7 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     replace_durably(place.plan, json.dumps(_plan_in_full(prepared, standing), indent=1), private=True)
     if prepared.census is not None:
         replace_durably(place.data, data_of(prepared.census), private=True)
-    prepared.hf_config.save_pretrained(place.model_files)
-    prepared.tokenizer.save_pretrained(place.model_files)
-    if isinstance(config.method, AdapterMethod):
-        network = build_network(copy.deepcopy(prepared.hf_config), config, adapted=prepared.adapted)
-        put_adapter_config(network, place.model_files)
-    if prepared.generation_config is not None:
-        # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
-        prepared.generation_config.to_json_file(place.model_files / "generation_config.json")
+    _put_model(config, prepared)
     shown, commit = redact(config.model_dump(mode="json")), _commit_of_model(config, prepared, standing)
     lineage = known_lineage(place.path)
     recipe = recipe_of(shown, versions(), place.path, prepared.parameters, commit, lineage)
@@ -138,6 +133,25 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
         append_event(place.attempts, names.STARTED_BY, attempt=standing.attempt, fields=prepared.started_by)
     put_model_files(place.model_files, place.checkpoints)
     return Opened(changed=changed, aside=aside, lost=lost, cut=cut, uncommitted=uncommitted)
+
+
+def _put_model(config: FinetuneConfig, prepared: RunInputs) -> None:
+    """Write config and tokenizer into the run's `model/`, file by file, each as a whole.
+
+    The next start may read them there, and so may a fork at any time, but this process may be killed at any time.
+    """
+    with TemporaryDirectory() as directory:
+        made = Path(directory)
+        prepared.hf_config.save_pretrained(made)
+        prepared.tokenizer.save_pretrained(made)
+        if isinstance(config.method, AdapterMethod):
+            network = build_network(copy.deepcopy(prepared.hf_config), config, adapted=prepared.adapted)
+            put_adapter_config(network, made)
+        if prepared.generation_config is not None:
+            # Not save_pretrained: it refuses combinations of settings that well-known models ship with.
+            prepared.generation_config.to_json_file(made / "generation_config.json")
+        for file in sorted(each for each in made.rglob("*") if each.is_file()):
+            update_durably(prepared.place.model_files / file.relative_to(made), file.read_bytes())
 
 
 def _commit_of_model(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> str | None:

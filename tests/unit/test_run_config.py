@@ -15,13 +15,14 @@ from raytune_fsdp.base.durable import keep_private, replace_durably
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.redaction import REDACTED
 from raytune_fsdp.checkpoint import state
+from raytune_fsdp.checkpoint.model_files import put_model_files
 from raytune_fsdp.checkpoint.state import RunState, check_size
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import recorded_text
 from raytune_fsdp.config.text import dump
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run import resume
-from raytune_fsdp.run.open_record import clean_config
+from raytune_fsdp.run.open_record import _put_model, clean_config
 from raytune_fsdp.run.resume import changed_settings
 from tests.config_text import dump_config
 from tests.runs import make_config
@@ -139,3 +140,49 @@ def test_files_that_no_checkpoint_could_list_are_refused_before_training(
             small.setattr(state, limit, value)
             with pytest.raises(ConfigError, match="data.train has 500 files, and every checkpoint lists the hash"):
                 check_size(some)
+
+
+def test_an_attempt_that_dies_while_it_writes_the_model_s_files_leaves_those_of_the_last_one(place: RunDir) -> None:
+    """A run that began with another run's checkpoint reads them at its next start."""
+    written: dict[str, str] = {}
+
+    def save(directory: Path) -> None:
+        for name, content in written.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(content)
+            if content == "ha":
+                raise OSError(28, "No space left on device")
+
+    config, saving = FinetuneConfig.model_construct(method=None), SimpleNamespace(save_pretrained=save)
+    prepared: Any = SimpleNamespace(hf_config=saving, tokenizer=saving, place=place, generation_config=None)
+    written |= {"config.json": "whole", "additional_chat_templates/tool.jinja": "whole"}
+    _put_model(config, prepared)
+    files = [place.model_files / name for name in written]
+    before = [(file.stat().st_ino, file.stat().st_mtime_ns) for file in files]
+    written["config.json"] = "ha"
+    with pytest.raises(OSError, match="No space left"):
+        _put_model(config, prepared)
+    written["config.json"] = "whole"
+    _put_model(config, prepared)
+    there = [(file.stat().st_ino, file.stat().st_mtime_ns) for file in files]
+    assert there == before, "what is the same is not written again"
+    with files[0].open() as reader:
+        written["config.json"] = "other"
+        _put_model(config, prepared)
+        assert (reader.read(), files[0].read_text()) == ("whole", "other")
+    assert sorted(each.name for each in place.model_files.iterdir()) == ["additional_chat_templates", "config.json"]
+
+
+def test_the_files_beside_checkpoints_elsewhere_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    model, checkpoints = tmp_path / "run" / "model", tmp_path / "elsewhere" / "run" / "checkpoints"
+    copies = checkpoints.parent / "model"
+    model.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    put_model_files(model, str(checkpoints))
+    before = (copies / "tokenizer.json").stat().st_ino
+    (model / "config.json").write_text('{"a": 1}')
+    with (copies / "config.json").open() as reader:
+        put_model_files(model, str(checkpoints))
+        assert (reader.read(), (copies / "config.json").read_text()) == ("{}", '{"a": 1}')
+    assert (copies / "tokenizer.json").stat().st_ino == before
