@@ -20,9 +20,12 @@ from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.base.untrusted import UnsoundError, check_size
 from raytune_fsdp.checkpoint.storage import (
     DAMAGED,
+    INDEX_FILE,
     MANIFEST_BYTES,
     MANIFEST_FILE,
+    PIECES,
     STAGING,
+    STATE_FILE,
     Pinned,
     Sink,
     StoredFile,
@@ -63,7 +66,7 @@ class ObjectStorage:
         self.location = location.rstrip("/")
 
     def draft(self, name: str, serial: int) -> ObjectDraft:
-        return ObjectDraft(self, name)
+        return ObjectDraft(self, name, serial)
 
     def names(self) -> list[str]:
         return [path.split("/")[0] for path in self._below("") if path.count("/") == 1 and path.endswith(_MANIFEST)]
@@ -176,6 +179,7 @@ _HIDDEN = f"{MANIFEST_FILE}{STAGING}"
 class ObjectDraft:
     storage: ObjectStorage
     name: str
+    serial: int
     again: bool = field(default=True, init=False)
 
     def create(self, file: str) -> Any:
@@ -190,9 +194,18 @@ class ObjectDraft:
         self.storage.put(self.name, MANIFEST_FILE, manifest.encode())
 
     def discard(self) -> None:
+        """Remove what was written, as far as possible.
+
+        A later save of the same step has the same directory, and other ranks may be writing for it already. Index and
+        state are rank 0's, which calls this before it writes those.
+        """
         try:
-            if MANIFEST_FILE not in self.storage.sizes(self.name):  # it may exist although the store did not confirm it
-                self.storage._delete_all(self.name)
+            present = self.storage.sizes(self.name)
+            if MANIFEST_FILE in present:  # it may exist although the store did not confirm it
+                return
+            for file in present:
+                if file in (INDEX_FILE, STATE_FILE) or file.endswith(f"_{self.serial}{PIECES}"):
+                    self.storage._delete(self.name, file)
         except Exception as error:  # each library below fsspec has errors of its own
             logger.warning("%s is left unfinished: %s", self.storage.where(self.name), error)
 

@@ -15,6 +15,7 @@ from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint import storage as posix
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
 from raytune_fsdp.checkpoint.manifest import check_files, make_manifest, share_of
+from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.checkpoint.writing import Hashing, Sum, write_small
 
@@ -77,6 +78,23 @@ def test_a_draft_is_published_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError):
         again.publish({"a": 5}, "{}")
     assert (tmp_path / "step-00000001.a1" / "a").read_bytes() == b"1234", "what is there is never replaced"
+
+
+def test_in_a_store_a_failed_save_takes_nothing_from_the_next_one_of_the_same_step(tmp_path: Path) -> None:
+    """Other ranks write for that one already when rank 0 removes what the first has left."""
+    storage = ObjectStorage(f"file://{tmp_path}")
+    name = directory_name(7, 1)
+    first, second = storage.draft(name, 1), storage.draft(name, 2)
+    for file in ("__0_1.distcp", "__1_1.distcp", "tensors.json", "state.json"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        write_small(first, file, b"first")
+    sums = {"__1_2.distcp": write_small(second, "__1_2.distcp", b"second")}
+    first.discard()
+    assert storage.sizes(name) == {"__1_2.distcp": 6}
+    sums |= {file: write_small(second, file, b"second") for file in ("__0_2.distcp", "tensors.json", "state.json")}
+    second.publish({file: each.bytes for file, each in sums.items()}, make_manifest(sums))
+    first.discard()
+    assert [found.step for found in committed(storage.location)] == [7] and len(storage.sizes(name)) == 5
 
 
 @pytest.mark.parametrize(
