@@ -42,6 +42,10 @@ _SETTLED_SECONDS = 0.5
 """How long a newcomer waits before it checks that the lock is its own: another newcomer may have replaced the file."""
 # Errors of file systems without locks: NFS without a lock daemon, and mounted object stores.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+_NO_PLACE = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
+"""Errors that say that nothing can be written there, and waiting does not change that: who writes reports it."""
 
 
 @dataclass(slots=True)
@@ -192,14 +196,19 @@ def _take(config: FinetuneConfig, place: RunDir) -> _Held | None:
     try:
         place.path.mkdir(parents=True, exist_ok=True)
         handle = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in _NO_PLACE:
+            return None
+        raise _unusable(config, place.lock, error) from error  # once there is room, it would train without a lock
     try:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         content = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
         content |= {"boot": _boot(), "namespace": _namespace(), "token": token}
-        os.write(handle, json.dumps(content).encode())
-        os.fsync(handle)
+        try:
+            os.write(handle, json.dumps(content).encode())
+            os.fsync(handle)
+        except OSError as error:
+            raise _unusable(config, place.lock, error) from error
         _lock(handle)
         if not _publish(config, place, own):
             time.sleep(_SETTLED_SECONDS)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -301,6 +302,29 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, quick: None
             pass
         assert is_locked(place)
         place.beat.rmdir()
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync"])
+def test_a_full_disk_is_named_and_nothing_is_trained_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It may be full for a moment only: then the run would go on, and another command could work on it, too."""
+    config = config_of(tmp_path)
+    place = RunDir.of(config)
+    real = getattr(os, call)
+
+    def full(file: Any, *more: Any) -> Any:
+        if call == "open" and not str(file).startswith(str(place.lock)):
+            return real(file, *more)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(ConfigError, match=f"{place.lock} .*Disk quota exceeded; make room if"), locked(config):
+            pass
+    assert not place.lock.exists() and not is_locked(place)
+    with locked(config):
+        assert is_locked(place)
 
 
 def test_a_lock_that_a_mount_of_its_own_shows_free_is_not_taken_from_who_beats(
