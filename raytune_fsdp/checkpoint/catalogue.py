@@ -109,8 +109,8 @@ def newest(
     if known or storage_at(root).has_damaged():
         why = "; ".join(f"{found.name}: {problem}" for found, problem in known.items()) or "they were set aside"
         raise ResumeError(
-            f"{root}: every checkpoint is damaged ({why}): restore one of them, or move the "
-            "directory away to start from scratch"
+            f"{root}: every checkpoint is damaged ({why}): restore one of them, or start from scratch under another "
+            "run.name"
         )
     return None, {}
 
