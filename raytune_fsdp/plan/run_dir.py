@@ -245,7 +245,7 @@ def checkpoints_of(run_dir: Path) -> str:
 
 def checkpoints_below(url: str) -> str:
     """Return the URL of the checkpoints of a run that is named by the URL above them."""
-    return f"{url}/{CHECKPOINTS}"
+    return f"{url.rstrip('/')}/{CHECKPOINTS}"
 
 
 def report_of(run_dir: Path) -> Path:

@@ -15,9 +15,11 @@ from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint import storage as posix
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Keep, committed, directory_name, newest, to_remove
 from raytune_fsdp.checkpoint.manifest import check_files, make_manifest, share_of
+from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.storage import PosixStorage
 from raytune_fsdp.checkpoint.writing import Hashing, Sum, write_small
+from raytune_fsdp.run.publish import checkpoints_to_average
 
 
 def write(root: Path, step: int, attempt: int = 1, content: bytes = b"x" * 3_000_000) -> Path:
@@ -152,6 +154,16 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_start_anew(tmp_path
     # Not "move the directory away": the record still says that the run has saved, so that would be refused, too.
     with pytest.raises(ResumeError, match="they were set aside.*or start from scratch under another run.name$"):
         newest(str(tmp_path), hashes=True)
+
+
+def test_the_url_of_a_run_may_end_with_a_slash(tmp_path: Path) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    write(root, 3, content=b"x")
+    for end in ("", "/", "//"):
+        assert find_checkpoint(f"file://{tmp_path}/run{end}").path == f"file://{root}/step-00000003.a1"
+        with pytest.raises(ResumeError, match="has only the checkpoint of step 3"):
+            checkpoints_to_average(f"file://{tmp_path}/run{end}", steps=None, last=None)
 
 
 def found(*steps: int) -> list[CommittedCheckpoint]:
