@@ -134,10 +134,17 @@ class ObjectStorage:
 
     @contextmanager
     def create(self, name: str, file: str) -> Iterator[Sink]:
-        """Write a new object. It exists once the `with` statement ends without an exception."""
+        """Write a new object. It is complete once the `with` statement ends without an exception."""
         stream = self._system().open_output_stream(self._path(name, file))
-        yield cast(Sink, stream)
-        stream.close()  # not after an exception: an upload that was not closed leaves no object
+        try:
+            yield cast(Sink, stream)
+        except BaseException:
+            # fsspec's files close themselves when they are collected, which makes an object of what they have got. That
+            # must not be after the next try has written the whole one.
+            with suppress(Exception):
+                stream.close()
+            raise
+        stream.close()
 
     def put(self, name: str, file: str, content: bytes) -> None:
         def put() -> None:
@@ -148,9 +155,11 @@ class ObjectStorage:
 
     def _below(self, name: str) -> dict[str, int]:
         """Return the size of every object below a directory, by its path from there."""
-        top = self._path(name)
+        top, system = self._path(name), self._system()
+        if isinstance(system, pyarrow.fs.PyFileSystem):
+            system.handler.fs.invalidate_cache()  # of what fsspec has listed before: other processes write, too
         selector = pyarrow.fs.FileSelector(top, allow_not_found=True, recursive=True)
-        found = patiently(f"listing {self.where(name)}", lambda: self._system().get_file_info(selector))
+        found = patiently(f"listing {self.where(name)}", lambda: system.get_file_info(selector))
         return {info.path[len(top) :].lstrip("/"): info.size for info in found if info.type == pyarrow.fs.FileType.File}
 
     def _delete(self, name: str, file: str) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import threading
 import time
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -154,6 +159,71 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_start_anew(tmp_path
     # Not "move the directory away": the record still says that the run has saved, so that would be refused, too.
     with pytest.raises(ResumeError, match="they were set aside.*or start from scratch under another run.name$"):
         newest(str(tmp_path), hashes=True)
+
+
+class Collected(AbstractBufferedFile):  # type: ignore[misc]
+    """A file as fsspec's object stores have them: closing it, or collecting it, uploads what it has got."""
+
+    def _initiate_upload(self) -> None:
+        pass
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        if final:
+            self.buffer.seek(0)
+            self.fs.objects[self.path] = self.buffer.read()
+        return final
+
+
+class Remembering(AbstractFileSystem):  # type: ignore[misc]
+    """A store that remembers what it has listed, as those of fsspec do."""
+
+    protocol = "remembering"
+    objects: ClassVar[dict[str, bytes]] = {}
+    listed: ClassVar[list[str]] = []
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> Collected:
+        return Collected(self, path, mode, **more)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.listed.clear()
+
+    def isdir(self, path: str) -> bool:
+        return True
+
+    def find(self, path: str, maxdepth: Any = None, withdirs: bool = False, detail: bool = False, **_: Any) -> Any:
+        if not self.listed:
+            self.listed.extend(self.objects)
+        return {name: {"name": name, "type": "file", "size": len(self.objects[name])} for name in self.listed}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    Remembering.objects.clear()
+    Remembering.listed.clear()
+    return ObjectStorage("remembering://store")
+
+
+def test_what_a_failed_try_has_uploaded_does_not_replace_what_the_next_one_has(store: ObjectStorage) -> None:
+    """torch.save's errors keep its file alive until the garbage collector comes by."""
+    alive: list[Any] = []
+    for content in (b"ha", b"half of it and the rest"):
+        with contextlib.suppress(ConnectionError), store.create("step-00000001.a1", "__0_1.distcp") as sink:
+            sink.write(memoryview(content))
+            if not alive:
+                alive.append(sink)
+                raise ConnectionError("reset by peer")
+    del sink
+    alive.clear()
+    gc.collect()
+    assert store.sizes("step-00000001.a1") == {"__0_1.distcp": 23}
+
+
+def test_what_other_processes_have_written_is_listed(store: ObjectStorage) -> None:
+    store.put("step-00000001.a1", "manifest.json", b"{}")
+    assert store.names() == ["step-00000001.a1"]
+    Remembering.objects["store/step-00000002.a1/manifest.json"] = b"{}"
+    assert sorted(store.names()) == ["step-00000001.a1", "step-00000002.a1"]
 
 
 def test_the_url_of_a_run_may_end_with_a_slash(tmp_path: Path) -> None:
