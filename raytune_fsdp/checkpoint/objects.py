@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TRIES = 8
 """Tries of an operation. The pauses between them add up to 25 s on average; in each, the library below retries too."""
-_TOGETHER_BYTES = 4 << 20  # a request takes as long for a kilobyte as for a megabyte
+_TOGETHER_BYTES, _LEAST_TOGETHER_BYTES = 4 << 20, 1 << 16  # a request takes as long for a kilobyte as for a megabyte
+_AHEAD_BYTES = 512 << 20
+"""What is fetched ahead of all files together that are read in turn."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 20.0
 
 
@@ -62,8 +64,10 @@ def patiently(what: str, work: Callable[[], T]) -> T:
 
 
 class ObjectStorage:
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, files: int = 1) -> None:
+        """`files`: how many are open at the same time; the more, the less is fetched ahead of each."""
         self.location = location.rstrip("/")
+        self._ahead = max(_LEAST_TOGETHER_BYTES, min(_TOGETHER_BYTES, _AHEAD_BYTES // max(1, files)))
 
     def draft(self, name: str, serial: int) -> ObjectDraft:
         return ObjectDraft(self, name, serial)
@@ -93,7 +97,7 @@ class ObjectStorage:
     def open(self, name: str, file: str) -> Iterator[StoredFile]:
         what = f"reading {self.where(name)}/{file}"
         with patiently(what, lambda: self._system().open_input_file(self._path(name, file))) as source:
-            yield _ObjectSource(source, what)
+            yield _ObjectSource(source, what, self._ahead)
 
     def set_aside(self, name: str) -> str:
         content = b""
@@ -220,15 +224,16 @@ class ObjectDraft:
 
 
 class _ObjectSource:
-    """A file read by position. Small pieces are fetched together, `_TOGETHER_BYTES` at a time."""
+    """A file read by position. Small pieces are fetched together, `together` bytes at a time."""
 
-    def __init__(self, file: Any, what: str) -> None:
+    def __init__(self, file: Any, what: str, together: int) -> None:
         self._file = file
         self._what = what
+        self._together = together
         self._ahead, self._ahead_from = b"", 0
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        if len(target) >= _TOGETHER_BYTES:
+        if len(target) >= self._together:
             patiently(self._what, lambda: self._read(offset, target))
             return
         start = offset - self._ahead_from
@@ -246,5 +251,5 @@ class _ObjectSource:
 
     def _read_ahead(self, offset: int) -> bytes:
         self._file.seek(offset)
-        content: bytes = self._file.read(_TOGETHER_BYTES)
+        content: bytes = self._file.read(self._together)
         return content

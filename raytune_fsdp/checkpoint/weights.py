@@ -11,6 +11,7 @@ import torch
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.contents import MODEL
 from raytune_fsdp.checkpoint.location import storage_at
+from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.reading import read_index, read_rows, read_tensors
 from raytune_fsdp.checkpoint.storage import Storage, StoredFile
 
@@ -24,7 +25,13 @@ class CheckpointWeights:
         self._found, self._prefix = found, prefix
         storage = storage_at(found.root)
         self._index = read_index(storage, found.name)
-        self._storage = _KeptOpen(storage)
+        if isinstance(storage, ObjectStorage):
+            # An open file is no handle there, and every tensor is read from all files, always in the same order: if
+            # one were closed, each would have to be fetched again for each tensor.
+            files = max(1, len(self._index.files))
+            self._storage = _KeptOpen(ObjectStorage(found.root, files), files)
+        else:
+            self._storage = _KeptOpen(storage, _KEPT_FILES)
         self._stored = {
             name.removeprefix(prefix): (entry.shape, entry.dtype)
             for name, entry in self._index.tensors.items()
@@ -61,8 +68,8 @@ class _KeptOpen:
     In an object store every opening is a request, and what was read ahead would be fetched again.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, most: int) -> None:
+        self._storage, self._most = storage, most
         self._files: OrderedDict[tuple[str, str], tuple[ExitStack, StoredFile]] = OrderedDict()
 
     def where(self, name: str) -> str:
@@ -73,7 +80,7 @@ class _KeptOpen:
         if (name, file) not in self._files:
             stack = ExitStack()
             self._files[name, file] = stack, stack.enter_context(self._storage.open(name, file))
-            if len(self._files) > _KEPT_FILES:
+            if len(self._files) > self._most:
                 self._files.popitem(last=False)[1][0].close()
         self._files.move_to_end((name, file))
         yield self._files[name, file][1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from torch.distributed.checkpoint import load
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.catalogue import as_checkpoint, verify
+from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.reading import read_index, read_rows
 from raytune_fsdp.checkpoint.storage import PosixStorage, StoredFile
+from raytune_fsdp.checkpoint.weights import CheckpointWeights
 from raytune_fsdp.checkpoint.writing import arrange
 from raytune_fsdp.model.pieces.pieces import range_of
 from raytune_fsdp.tools.torch_metadata import write_torch_metadata
@@ -147,6 +150,28 @@ def test_a_table_that_was_changed_is_named(tmp_path: Path) -> None:
     file.write_bytes(content.replace(b'"model.norm": [', b'"model.norm": ]'))
     with pytest.raises(ResumeError, match=r"__1_1\.distcp is not what was written \("):
         tensors_in(found)
+
+
+def test_in_a_store_the_file_of_each_of_forty_ranks_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export reads one tensor after the other, each from all files."""
+    tensors = {f"model.{name}": torch.randn(80, 3) for name in "abc"}
+    found = write_as_ranks(tmp_path, NAME, tensors, rows_of_ranks(tensors, 40))
+    opened: list[str] = []
+    really = ObjectStorage.open
+
+    def opening(storage: ObjectStorage, name: str, file: str) -> AbstractContextManager[StoredFile]:
+        opened.append(file)
+        return really(storage, name, file)
+
+    monkeypatch.setattr(ObjectStorage, "open", opening)
+    weights = CheckpointWeights(replace(found, root=f"file://{tmp_path}"))
+    for name in "abc":
+        assert torch.equal(weights.read_all([name])[name], tensors[f"model.{name}"])
+    assert sorted(opened) == sorted(f"__{rank}_1.distcp" for rank in range(40))
+    for files, ahead in ((1, 4 << 20), (512, 1 << 20), (100_000, 1 << 16)):
+        assert ObjectStorage("s3://bucket/run", files)._ahead == ahead, "as far as that goes, within 512 MiB"
 
 
 def test_a_checkpoint_of_an_older_version_is_read_as_before() -> None:
