@@ -17,7 +17,8 @@ from raytune_fsdp.model.adapters.principal import check_ranks
 from raytune_fsdp.model.adapters.targets import read_past
 from raytune_fsdp.model.added_rows import why_rows_not_alone
 from raytune_fsdp.model.attention.choose import KernelNeeds, positions_of, takes_position_ids
-from raytune_fsdp.model.network import fp32_in_bf16
+from raytune_fsdp.model.attention.lengths import scaled_from, turned_beyond
+from raytune_fsdp.model.network import class_name, fp32_in_bf16
 from raytune_fsdp.model.objective.routers import check_routers
 from raytune_fsdp.model.precision.fp8 import check_fp8, layers_in_fp8, left_in_bf16
 from raytune_fsdp.model.precision.quantized import check_torch
@@ -61,10 +62,19 @@ def warn_of_tokens(config: FinetuneConfig, network: PreTrainedModel, origin: Sta
     )  # fmt: skip
 
 
-def check_network(config: FinetuneConfig, network: PreTrainedModel, needs: KernelNeeds, world: int) -> None:
-    """Refuse what this architecture cannot do, and warn of what may not be meant. It is whole, on the meta device."""
+def check_network(
+    config: FinetuneConfig, network: PreTrainedModel, needs: KernelNeeds, world: int, *, begins: bool = True
+) -> None:
+    """Refuse what this architecture cannot do, and warn of what may not be meant. It is whole, on the meta device.
+
+    `begins`: the run does now, and is no audit of one that has begun.
+    """
     for check in CHECKS:
         check(config, network, needs, world)
+    if (mixed := why_neighbours_matter(config, network, needs)) is not None:
+        if begins:
+            raise ConfigError(mixed)
+        logger.warning("%s; the run goes on as it began", mixed)
 
 
 def check_reached(config: FinetuneConfig, network: PreTrainedModel, adapted: Collection[str] | None) -> None:
@@ -166,6 +176,33 @@ def check_packed(config: FinetuneConfig, network: PreTrainedModel, needs: Kernel
             f"data.packing={config.data.packing}: {type(network).__name__} takes no position_ids, so documents packed "
             "together would see each other; set data.packing=none"
         )
+
+
+def why_neighbours_matter(config: FinetuneConfig, network: PreTrainedModel, needs: KernelNeeds) -> str | None:
+    """Return why a document's loss would depend on which documents are beside it, and what to set; None: it does not.
+
+    Some networks change where a document or a row is long, which no trial sees: its documents are short.
+    """
+    seq_len, many, groups = config.data.seq_len, config.train.micro_batch, config.train.objective.rows
+    alone = config.data.packing == "none" and groups is None
+    if alone and many == 1:
+        return None
+    apart = "" if groups else ", or data.packing=none with train.micro_batch=1"
+    longest, scaled = turned_beyond(network.config), scaled_from(network.config)
+    if longest is not None and seq_len > longest:
+        return (
+            f"data.seq_len={seq_len}: the rotary embedding (longrope) of {class_name(network)} is another one for all "
+            f"documents of a micro-batch where one is longer than {longest} tokens, so that the loss of a document "
+            f"would depend on its neighbours; set data.seq_len={longest}{apart}"
+        )
+    row = seq_len if needs.refused else seq_len * many  # with borders the samples of a micro-batch are one row
+    if scaled is not None and row >= scaled and not (alone and needs.refused):
+        return (
+            f"data.seq_len={seq_len} with train.micro_batch={many}: {class_name(network)} scales queries from "
+            f"token {scaled} of a row on (floor_scale), not of a document, so that the loss of a document would "
+            f"depend on its neighbours; set them so that their product is less than {scaled}{apart}"
+        )
+    return None
 
 
 def _routers(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:

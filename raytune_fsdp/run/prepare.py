@@ -106,7 +106,7 @@ def prepare(
     describe_head(config, hf_config, network, tokenizer)
     init_buffers(network, torch.device("cpu"))  # it may fail, and would fail on a rank otherwise
     needs = network_needs(config, hf_config, network)
-    check_network(config, network, needs, world)
+    check_network(config, network, needs, world, begins=not (found.checkpoint or place.beginning.exists()))
     check_reached(config, network, adapted)
     check_step(config, hf_config, network, needs)
     begins = own is None or is_adapted(network)

@@ -17,6 +17,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention.choose import KernelNeeds, choose
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.run.checks import check_first
+from raytune_fsdp.run.network_checks import check_network
 from raytune_fsdp.run.trials import probe
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.run.trials.probe import check_step
@@ -132,6 +133,47 @@ def test_packing_that_leaks_is_refused_before_a_rank_starts() -> None:
     with pytest.raises(ConfigError, match=leaks):
         check(values, packing="best_fit")
     check(values)
+
+
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+BY_LENGTH: dict[str, dict[str, Any]] = {
+    "phi3": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 24},
+    "llama4_text": {"floor_scale": 24, "attn_scale": 9.0, "no_rope_layers": [0, 1]},
+}
+"""Networks that compute a document otherwise beside others, and how: each from about 24 tokens on."""
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_where_neighbours_matter_a_new_run_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def change(**values: Any) -> float:
+        """How far a document's logits are from those of it alone, behind another one of 30 tokens."""
+        model, places = build(name, **values), torch.cat([torch.arange(30), torch.arange(8)])[None]
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            packed = model(input_ids=torch.arange(38)[None], position_ids=places, use_cache=False).logits[0, 30:]
+            alone = model(input_ids=torch.arange(30, 38)[None], use_cache=False).logits[0]
+        return float((packed - alone).abs().max() / alone.abs().max())
+
+    assert change(**BY_LENGTH[name]) > 1e-4 > 1e-5 > change()
+
+    def asked(*, seq_len: int, many: int, packing: str = "best_fit", begins: bool = True) -> None:
+        config = wanted(architecture(name, **BY_LENGTH[name]), seq_len=seq_len, packing=packing)
+        train = config.train.model_copy(update={"global_batch": many, "micro_batch": many})
+        config = config.model_copy(update={"train": train})
+        network = build_network(load_architecture(config.model, None), config)
+        check_network(config, network, KernelNeeds(), 1, begins=begins)
+
+    with pytest.raises(ConfigError, match=r"depend on its neighbours; set .* or data\.packing=none with"):
+        asked(seq_len=25, many=1)
+    asked(seq_len=12, many=1)
+    asked(seq_len=25, many=1, packing="none")
+    with pytest.raises(ConfigError, match="depend on its neighbours"):
+        asked(seq_len=25, many=2, packing="none")
+    if name == "llama4_text":  # its rows are micro-batches
+        with pytest.raises(ConfigError, match="data.seq_len=12 with train.micro_batch=2: .* token 24 of a row"):
+            asked(seq_len=12, many=2)
+    asked(seq_len=25, many=1, begins=False)
+    assert "depend on its neighbours" in caplog.text and "goes on as it began" in caplog.text
 
 
 @pytest.mark.thorough

@@ -26,7 +26,7 @@ from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import sharding_of
 from raytune_fsdp.record.console import event_in_words, gibibytes
 from raytune_fsdp.record.names import SHARDED
-from tests.models import ARCHITECTURES, EXPERTS
+from tests.models import ARCHITECTURES, EXPERTS, architecture
 from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import config_of
 
@@ -125,6 +125,15 @@ def test_rotations_that_ask_for_the_longest_document_are_refused() -> None:
     config = config_of(longrope)
     short = config.model_copy(update={"data": config.data.model_copy(update={"seq_len": 32})})
     check_sequence(2, ModelSpec.of(short).needs)
+
+
+def test_queries_that_are_scaled_by_their_place_in_a_row_are_refused() -> None:
+    """Each rank would begin with the first place."""
+    scaled = architecture("llama4_text", floor_scale=32, no_rope_layers=[0, 1])
+    said = refusal(scaled)
+    assert said.startswith("parallel.mesh.sequence=2: it scales queries from token 32 of a row on (floor_scale)")
+    assert said.endswith("; set data.seq_len to less than 16, or parallel.mesh.sequence=1")
+    assert needs_of({**scaled, "floor_scale": 8192}).unshared is None
 
 
 def test_what_is_exchanged_is_a_tensor_with_memory() -> None:

@@ -4,6 +4,7 @@ the adapter that the run begins with."""
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from raytune_fsdp.model.directory.known_files import CONFIG_FILE
 from raytune_fsdp.model.directory.needed_code import function_in
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, load_architecture
-from raytune_fsdp.run.network_checks import check_packed, check_shared
+from raytune_fsdp.run.network_checks import check_packed, check_shared, why_neighbours_matter
 from raytune_fsdp.run.resume import code_in, code_of
 from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.run.starting_weights import (
@@ -35,6 +36,8 @@ from raytune_fsdp.run.starting_weights import (
 from raytune_fsdp.run.trials.needs import network_needs
 
 BASE = "base"
+
+logger = logging.getLogger(__name__)
 
 
 def compared(config: FinetuneConfig, prepared: RunInputs, directory: Path | None) -> RunInputs:
@@ -114,6 +117,8 @@ def other_model(config: FinetuneConfig, field: str, wanted: str, tokenizer: PreT
         needs = network_needs(other, hf_config, network)
         check_packed(other, network, needs)
         check_shared(other, network, needs)
+        if (mixed := why_neighbours_matter(other, network, needs)) is not None:
+            logger.warning("%s=%s: %s", field, wanted, mixed)
         return ReferenceModel(
             config=other, hf_config=hf_config, needs=needs, origin=find_origin(other, network, {}),
             code=code_in(directory) if model.trust_remote_code else {},

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +24,7 @@ from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.model.attention.calls import PREFIX, AttentionDropout, Call, Kernel, Unfit, attend, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose, logits_of, set_attention, takes_position_ids
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
+from raytune_fsdp.model.attention.lengths import scaled_from, turned_beyond
 from raytune_fsdp.model.attention.mixers import is_split, split_mixers
 from raytune_fsdp.model.layers import ends_of
 from raytune_fsdp.model.network import class_name
@@ -72,7 +72,7 @@ def network_needs(config: FinetuneConfig, hf_config: PretrainedConfig, network: 
     heads = full or tuple(replace(each, width=_width(hf_config)) for each in narrow)
     return KernelNeeds(
         refused=refused,
-        unshared=unshared or _turns_by_length(config, hf_config),
+        unshared=unshared or _changes_by_length(config, hf_config),
         mixers=mixers,
         softcap=any(each.softcap is not None for each in heads),
         sinks=any(each.sinks for each in heads),
@@ -245,17 +245,20 @@ def _borders(network: PreTrainedModel, model: PreTrainedModel) -> _Tried:
     return refused, _in_order(seen), _draws_alone(network, drawn) if drawn else None
 
 
-def _turns_by_length(config: FinetuneConfig, hf_config: PretrainedConfig) -> str | None:
-    """Return why ranks cannot share samples if a rotary embedding asks for the longest document of a micro-batch: each
-    rank would know that of its own part."""
-    values: Mapping[str, Any] = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
-    for each in (values, *(own for own in values.values() if isinstance(own, Mapping))):  # some have one for each sort
-        shorter = each.get("original_max_position_embeddings") or 0
-        if each.get("rope_type") == "longrope" and config.data.seq_len > shorter:
-            return (
-                f"its rotary embedding (longrope) is another one where a document is longer than {shorter} tokens, and "
-                f"ranks that share samples see parts of documents; set data.seq_len={shorter}"
-            )
+def _changes_by_length(config: FinetuneConfig, hf_config: PretrainedConfig) -> str | None:
+    """Return why ranks cannot share samples if a network asks for the longest document of a micro-batch, or for places
+    in a row: each rank would know those of its own part."""
+    longest, scaled, many = turned_beyond(hf_config), scaled_from(hf_config), config.train.micro_batch
+    if longest is not None and config.data.seq_len > longest:
+        return (
+            f"its rotary embedding (longrope) is another one where a document is longer than {longest} tokens, and "
+            f"ranks that share samples see parts of documents; set data.seq_len={longest}"
+        )
+    if scaled is not None and config.data.seq_len * many >= scaled:
+        return (
+            f"it scales queries from token {scaled} of a row on (floor_scale), and ranks that share samples see "
+            f"parts of rows; set data.seq_len to less than {-(-scaled // many)}"
+        )
     return None
 
 
