@@ -44,7 +44,9 @@ def with_package(known: Mapping[str, str]) -> dict[str, str]:
 
 def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a rank needs in its environment before it joins the others."""
+    if not config.run.repeats_bits or config.cluster.device == "cpu":
+        return {}
     # Switches that add up (NVLS) do so in another order each time. torch itself excludes them in its deterministic
-    # mode, but only if that is on when the group is made.
-    alike = config.run.repeats_bits and config.cluster.device != "cpu" and "NCCL_ALGO" not in known
-    return {"NCCL_ALGO": "^NVLS"} if alike else {}
+    # mode, but only if that is on when the group is made. Of flash attention transformers asks it nothing.
+    alike = {"NCCL_ALGO": "^NVLS", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    return {name: value for name, value in alike.items() if name not in known}

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from raytune_fsdp.base.batch import Borders
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.launch.worker import join
 from raytune_fsdp.model.attention.calls import PREFIX, Call, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelNeeds, choose
 from raytune_fsdp.model.attention.flash import FLASH
-from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
+from raytune_fsdp.model.attention.kernel_trial import _values_and_gradients, why_kernel_fails
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.measure.meter import to_host
+from raytune_fsdp.step.precision import numerics
 from raytune_fsdp.step.train_step import StepTensors, train_step
 from tests.gpu.test_gpu import ARCHITECTURE
 from tests.runs import make_config, prepare_on_rank0, write_tokenizer, write_tokens
@@ -38,6 +39,20 @@ def test_one_of_them_is_chosen() -> None:
         "auto", KernelNeeds(width=128), kept=None, device=torch.device("cuda"), dtype=torch.bfloat16, fails=fails
     )
     assert found.name in KERNELS, found.why
+
+
+@pytest.mark.parametrize("name", [*FLASH, f"{PREFIX}varlen"])
+@pytest.mark.parametrize("window", [None, 512])
+def test_bits_are_the_same_again_where_they_matter(name: str, window: int | None) -> None:
+    """Over longer documents than those of the trial, which passes over a kernel that cannot do it."""
+    device, heads = torch.device("cuda"), Heads(many=16, keys=4, width=128, window=window)
+    with numerics(ParallelConfig(), device, deterministic=True):
+        if reason := why_kernel_fails(name, KernelNeeds(width=128, heads=(heads,)), device, torch.bfloat16):
+            pytest.skip(reason)
+        first, *others = (
+            _values_and_gradients(KERNELS[name], heads, LENGTHS, device, torch.bfloat16) for _ in range(5)
+        )
+    assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -15,7 +15,7 @@ import torch
 from raytune_fsdp.base import collectives
 from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.base.collectives import why_on_any_rank
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.model.attention import flash
 from raytune_fsdp.model.attention.calls import Call, Unfit, reference
 from raytune_fsdp.model.attention.choose import Heads, KernelChoice, KernelNeeds, choose
@@ -24,6 +24,7 @@ from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.attention.kernels import KERNELS
 from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.run.trials.needs import network_needs
+from raytune_fsdp.step.precision import numerics
 from tests.models import architecture
 from tests.unit.test_probe import LARGE, wanted
 
@@ -142,6 +143,34 @@ def test_a_kernel_that_computes_something_else_is_passed_over(
     install("flash-attn", {"flash_attn/__init__.py": wrong.replace(".to(q.dtype)\n    *", ".to(q.dtype) *")})
     reason = why_kernel_fails("documents_fa2", KernelNeeds(width=16, heads=KINDS), CPU, HALF)
     assert reason is not None and what in reason
+
+
+SUMS_IN_ANY_ORDER = (
+    BY_THE_BOOK.replace("v.float()", "v.float() * (1 + 1e-3 * next(_calls))")
+    + """
+from itertools import count
+_calls = count()
+"""
+)
+WITHOUT_THE_ARGUMENT = BY_THE_BOOK.replace("    deterministic=False,\n", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (SUMS_IN_ANY_ORDER, "its result has other bits the second time, and run.deterministic or run.exact is set"),
+        (WITHOUT_THE_ARGUMENT, "Unfit: this version of it has no argument for a backward that repeats its bits"),
+    ],
+    ids=["in any order", "no argument"],
+)
+def test_a_kernel_whose_bits_are_others_each_time_is_passed_over_where_they_matter(
+    install: Callable[..., None], code: str, why: str
+) -> None:
+    install("flash-attn", {"flash_attn/__init__.py": code})
+    found = partial(why_kernel_fails, "documents_fa2", KernelNeeds(width=16, heads=(PLAIN,)), CPU, HALF)
+    assert found() is None
+    with numerics(ParallelConfig(), CPU, deterministic=True):
+        assert found() == why
 
 
 def test_a_kernel_that_would_end_the_process_is_not_called(

@@ -6,6 +6,7 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from raytune_fsdp.base import collectives
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, logits_of, set_attention
@@ -28,7 +30,7 @@ from raytune_fsdp.model.split.sequence import check_sequence
 from raytune_fsdp.record.console import ConsoleTracker
 from raytune_fsdp.run.open_record import _report_kernels
 from raytune_fsdp.run.trials import mixers as trials
-from raytune_fsdp.run.trials.mixers import KNOWN, choose_mixers, find_mixers, why_borders_fail
+from raytune_fsdp.run.trials.mixers import KNOWN, check_bits, choose_mixers, find_mixers, why_borders_fail
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.run.trials.probe import fill_small
 from tests.models import ARCHITECTURES, EXPERTS, SCALED, SEEING, architecture, build
@@ -280,6 +282,27 @@ def tried(monkeypatch: pytest.MonkeyPatch, *, conv: bool, delta: bool, **method:
             network, names, kept=None, device=torch.device("cuda"),
             fails=lambda way: why_borders_fail(way, network, names, CPU, torch.float32),
         )  # fmt: skip
+
+
+def test_kernels_whose_bits_are_others_each_time_are_refused_where_they_matter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a backward adds in any order."""
+    network, names, calls = on_meta("qwen3_next")[0], ("Qwen3NextGatedDeltaNet",), count()
+    right = modeling_qwen3_next.torch_chunk_gated_delta_rule
+    monkeypatch.setattr(collectives, "on_all_ranks", lambda found: [found()])
+
+    def in_any_order(*args: Any, **given: Any) -> Any:
+        result, state = right(*args, **given)
+        return result * (1 + 1e-6 * next(calls)), state
+
+    check_bits(BY_DOCUMENT, network, names, CPU, torch.float32, begins=True)
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", in_any_order)
+    with pytest.raises(ConfigError, match="the result of Qwen3NextGatedDeltaNet has other bits the second time"):
+        check_bits(BY_DOCUMENT, network, names, CPU, torch.float32, begins=True)
+    assert not caplog.text
+    check_bits(BY_DOCUMENT, network, names, CPU, torch.float32, begins=False)
+    assert "has other bits the second time" in caplog.text and "goes on as it began" in caplog.text
 
 
 def test_kernels_that_take_borders_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

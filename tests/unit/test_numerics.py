@@ -39,13 +39,14 @@ def test_deterministic_holds_in_the_run_alone() -> None:
 @pytest.mark.parametrize(
     ("deterministic", "device", "known", "wanted"),
     [
-        (True, "auto", {}, {"NCCL_ALGO": "^NVLS"}),
-        (True, "cuda", {"NCCL_ALGO": "Ring"}, {}),
+        (True, "auto", {}, {"NCCL_ALGO": "^NVLS", "FLASH_ATTENTION_DETERMINISTIC": "1"}),
+        (True, "cuda", {"NCCL_ALGO": "Ring"}, {"FLASH_ATTENTION_DETERMINISTIC": "1"}),
+        (True, "cuda", {"FLASH_ATTENTION_DETERMINISTIC": "0"}, {"NCCL_ALGO": "^NVLS"}),
         (True, "cpu", {}, {}),
         (False, "cuda", {}, {}),
     ],
 )
-def test_what_nccl_must_be_told_before_ranks_join(
+def test_what_libraries_must_be_told_before_ranks_join(
     tmp_path: Path, deterministic: bool, device: str, known: dict[str, str], wanted: dict[str, str]
 ) -> None:
     config = make_config(tmp_path, run={"deterministic": deterministic}, cluster={"device": device})

@@ -161,6 +161,8 @@ def flash(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Ca
     repeatable: dict[str, Any] = {}
     if "deterministic" in function.takes:  # torch's setting does not reach it
         repeatable["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    elif torch.are_deterministic_algorithms_enabled():
+        raise Unfit("this version of it has no argument for a backward that repeats its bits")
     out = function.call(
         q, k, v,
         cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,

@@ -17,6 +17,7 @@ from raytune_fsdp.config.sections.run import MOST_THREADS
 from raytune_fsdp.model.adapters.attach import why_not_compiled
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
+from raytune_fsdp.model.attention.mixers import BY_DOCUMENT
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
@@ -26,7 +27,7 @@ from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.trials.experts import choose_experts, why_experts_fail
-from raytune_fsdp.run.trials.mixers import choose_mixers, why_borders_fail
+from raytune_fsdp.run.trials.mixers import KNOWN, check_bits, choose_mixers, why_borders_fail
 from raytune_fsdp.run.trials.update import choose_update, why_update_differs
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.optim.build import is_fused
@@ -108,6 +109,9 @@ def kernels_of(
             model, mixers, kept=kept.get("mixers"), device=device,
             fails=lambda way: why_on_any_rank(lambda: why_borders_fail(way, model, mixers, device, dtype)),
         )  # fmt: skip
+    if device.type == "cuda" and config.run.repeats_bits:
+        way, names = (found["mixers"].name, mixers) if mixers else (BY_DOCUMENT, KNOWN)
+        check_bits(way, model, names, device, dtype, begins=standing.checkpoint is None)
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)

@@ -11,6 +11,7 @@ each alone.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -19,10 +20,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.errors import in_one_line
+from raytune_fsdp.base.collectives import why_on_any_rank
+from raytune_fsdp.base.errors import ConfigError, in_one_line
 from raytune_fsdp.model.attention.choose import Fails, KernelChoice
 from raytune_fsdp.model.attention.mixers import BY_DOCUMENT, WITH_BORDERS, Documents, split_mixer, split_mixers
 from raytune_fsdp.model.layers import layers_of
+
+logger = logging.getLogger(__name__)
 
 KNOWN = frozenset({
     "BailingHybridDeltaAttention", "BambaMixer", "FalconH1Mixer", "FalconMambaMixer", "GraniteMoeHybridMambaLayer",
@@ -83,14 +87,9 @@ def why_borders_fail(
     One mixer of each class and shape is tried, forward and backward, in the sizes of the run: kernels may depend on
     them, and layers may differ, or have adapters in some only. `model` is on the meta device.
     """
-    kinds: dict[tuple[str, Any], nn.Module] = {}
-    for module in model.modules():
-        if type(module).__name__ in names:
-            shapes = tuple((name, each.shape) for name, each in module.named_parameters())
-            kinds.setdefault((type(module).__name__, shapes), module)
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for (name, _), mixer in kinds.items():
+            for name, mixer in _kinds(model, names):
                 for what, error in _errors(way, model, mixer, device, dtype):
                     if not error <= _ERROR[dtype]:  # written so that NaN fails, too
                         return f"{what} of {name} is off by {error:.1e} from that of each document"
@@ -99,17 +98,70 @@ def why_borders_fail(
     return None
 
 
+def check_bits(
+    way: str, model: PreTrainedModel, names: Collection[str], device: torch.device, dtype: torch.dtype, *, begins: bool
+) -> None:
+    """Refuse a new run that is to repeat its bits, and whose mixers do not; one that has begun goes on. Collective.
+
+    Packages outside of torch do not know its deterministic mode: most of their backwards add in any order.
+    """
+    reason = why_on_any_rank(lambda: _why_bits_change(way, model, names, device, dtype))
+    if reason is None:
+        return
+    said = (
+        f"run.deterministic (or run.exact): {reason}, by a package outside of torch (mamba-ssm, causal-conv1d, "
+        "flash-linear-attention): uninstall it on all nodes, or set both to false"
+    )
+    if begins:
+        raise ConfigError(said)
+    logger.warning("%s; the run goes on as it began", said)
+
+
+def _why_bits_change(
+    way: str, model: PreTrainedModel, names: Collection[str], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for name, mixer in _kinds(model, names):
+                own, states, weights = _made(model, mixer, device, dtype)
+                first, second = (_values_and_gradients(way, own, states, weights) for _ in range(2))
+                for (what, one), (_, other) in zip(first, second, strict=True):
+                    if not torch.equal(one, other):
+                        return f"{what} of {name} has other bits the second time"
+    except Exception as error:  # what cannot be called alone says nothing of bits
+        logger.debug("a mixer's bits were not tried: %s", in_one_line(error))
+    return None
+
+
+def _kinds(model: PreTrainedModel, names: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a mixer of each class and shape, with the name of its class."""
+    kinds: dict[tuple[str, Any], nn.Module] = {}
+    for module in model.modules():
+        if type(module).__name__ in names:
+            shapes = tuple((name, each.shape) for name, each in module.named_parameters())
+            kinds.setdefault((type(module).__name__, shapes), module)
+    yield from ((name, mixer) for (name, _), mixer in kinds.items())
+
+
 def _errors(
     way: str, model: PreTrainedModel, mixer: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, float]]:
     """Yield the relative error of the result and of each gradient against calls for documents."""
+    own, states, weights = _made(model, mixer, device, dtype)
+    found = [_values_and_gradients(each, own, states, weights) for each in (way, BY_DOCUMENT)]
+    for (what, ours), (_, right) in zip(*found, strict=True):
+        yield what, float((ours.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-30))
+
+
+def _made(
+    model: PreTrainedModel, mixer: nn.Module, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return a mixer like this one, what goes into it, and the gradient of what comes out: the same each time."""
     torch.manual_seed(0)
     own = _with_values(model, mixer, device, dtype)
     shape = (1, sum(_LENGTHS), model.config.get_text_config().hidden_size)
     states, weights = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    found = [_values_and_gradients(each, own, states, weights) for each in (way, BY_DOCUMENT)]
-    for (what, ours), (_, right) in zip(*found, strict=True):
-        yield what, float((ours.float() - right.float()).abs().max() / right.float().abs().max().clamp(min=1e-30))
+    return own, states, weights
 
 
 @torch.no_grad()
