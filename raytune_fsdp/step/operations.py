@@ -101,7 +101,10 @@ def _attending(text: PretrainedConfig) -> float:
     return sum(kind not in _WITHOUT_ATTENTION for kind in kinds) / len(kinds)
 
 
-def _query_width(layer: PretrainedConfig) -> int:
+def _query_width(layer: PretrainedConfig) -> float:
     heads = getattr(layer, "num_attention_heads", None) or 0  # state-space models have none, and no attention to count
-    head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
-    return int(heads * head_dim)
+    # The two products of a pair, with the key and with the value: DeepSeek's heads have other widths for either, and
+    # its `head_dim` is only the part of a key that is rotated.
+    if (key := getattr(layer, "qk_head_dim", None)) and (value := getattr(layer, "v_head_dim", None)):
+        return heads * (key + value) / 2
+    return float(heads * (getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)))

@@ -77,6 +77,11 @@ def test_heads_that_differ_by_layer_count_each_with_its_width() -> None:
     assert (found.layers, found.query_width) == (4, (4 * 8 + 4 * 16) / 2)  # two layers of either kind
 
 
+def test_keys_and_values_of_other_widths_count_with_theirs() -> None:
+    """A key of DeepSeek has a part that is rotated, of 8 here, and one that is not; its `head_dim` is the first."""
+    assert count(architecture("deepseek_v3", qk_nope_head_dim=16))[0].query_width == 4 * ((16 + 8) + 8) / 2
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_embeddings_count_once_on_the_way_out(name: str) -> None:
     """A tied embedding is one tensor and one product, an untied one two tensors and one product."""
