@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
 from raytune_fsdp.base.errors import ModelError, TransientError
-from raytune_fsdp.model.directory.files import find_weights
+from raytune_fsdp.model.directory.bounds import _TOKENIZER_FILES
+from raytune_fsdp.model.directory.files import _SMALL_FILES, find_weights
 from raytune_fsdp.model.directory.hub_weights import TensorHeader, _parsed
 from raytune_fsdp.model.directory.tensorfile import DTYPES
 from raytune_fsdp.model.weights.source import FileWeights
@@ -234,6 +236,12 @@ def test_the_directory_of_a_model_is_found_in_the_cache_without_its_weights(
     hub.add(NAME, model).files["README.md"] = b"# A model"
     before, _, after = machines.ask(hub, tmp_path / "hf", ("cached", NAME), ("known", NAME, "model"), ("cached", NAME))
     assert before == "None" and after == str(tmp_path / "hf" / "hub" / "models--someone--model" / "snapshots" / COMMIT)
+
+
+@pytest.mark.parametrize("name", _TOKENIZER_FILES)
+def test_whatever_a_tokenizer_is_read_from_is_fetched(name: str) -> None:
+    name = name.replace("*", "qwen")
+    assert [*filter_repo_objects([name], allow_patterns=_SMALL_FILES)] == [name]
 
 
 def test_exports_ask_for_no_more_weights_than_ranks_have_fetched(

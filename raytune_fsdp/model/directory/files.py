@@ -34,11 +34,15 @@ _INDEX_BYTES = 64 * MIB
 """A model.safetensors.index.json of DeepSeek-V3, with 91,000 tensors, has 9 MB."""
 
 # Files of a config, a tokenizer, a chat template and the code of a model.
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*"]
+_SMALL_FILES = [
+    "*.json", "*.jinja", "*.model", "*.txt", "*.py", "tokenizer*", "*.tiktoken", "*.codes", "*.spm", "*.tokenizer",
+]  # fmt: skip
 # Second copies of gpt-oss's weights, 14 GB, for the programs of its makers.
 _NOT_FETCHED = ["original/*", "metal/*"]
 # The files of a directory that will be read; others may be anybody's notes.
-_READ_FILES = ["*config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "*.jinja"]
+_READ_FILES = [
+    "*config.json", "tokenizer*", "*.model", "*.tiktoken", "*.codes", "*.spm", "vocab*", "merges.txt", "*.jinja",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
