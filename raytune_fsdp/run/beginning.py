@@ -12,11 +12,13 @@ from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, r
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.data.mixture import is_known, order_of
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER
+from raytune_fsdp.model.objective.chunked_head import WIDE
 from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event
 from raytune_fsdp.step.accumulation import AS_WEIGHTS, FP32
+from raytune_fsdp.step.optim.groups import STATES_APART
 
 _BYTES, _PLAN_BYTES = 8 << 20, 1 << 20
 _RULES: dict[str, Callable[[Any], bool]] = {
@@ -28,9 +30,14 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "update": lambda value: value in (COMPILED, EAGER),
     "blocks": lambda value: value in (COMPILED, EAGER, None),
     "experts": lambda value: value in (GROUPED, ONE_BY_ONE, None),
+    "scaling": lambda value: value in (WIDE, None),
+    "decay": lambda value: value in (STATES_APART, None),
 }
 
-_BEGAN = {"gradients": AS_WEIGHTS, "threads": None, "update": EAGER, "blocks": EAGER, "experts": GROUPED}
+_BEGAN = {
+    "gradients": AS_WEIGHTS, "threads": None, "update": EAGER, "blocks": EAGER, "experts": GROUPED, "scaling": None,
+    "decay": None,
+}  # fmt: skip
 """The kernels that a run keeps for good, with what runs had whose states name none."""
 
 
@@ -54,7 +61,7 @@ def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
         if not isinstance(values, dict):
             raise UnsoundError("is not a JSON object")
         check_format(values.pop("format", None))
-        for key, began in (("update", EAGER), ("blocks", None), ("experts", None)):
+        for key, began in (("update", EAGER), *((name, None) for name in ("blocks", "experts", "scaling", "decay"))):
             values.setdefault(key, began)  # versions without this choice wrote none
         if values.keys() != _RULES.keys():
             raise UnsoundError(f"has the entries {shown(sorted(values))}")

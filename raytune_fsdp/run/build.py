@@ -276,6 +276,7 @@ def optimizer_of(
     return build_optimizer(
         built.model, config.optim, config.method, seed=config.run.seed, exact=config.run.exact,
         execution=execution or (BY_OPERATION if built.updates is None else AsKernel(built.updates)),
+        states_apart="decay" in built.kernels,
     )  # fmt: skip
 
 

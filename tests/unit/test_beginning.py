@@ -11,8 +11,13 @@ import pytest
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.model.adapters.attach import adapted_modules
+from raytune_fsdp.model.attention.choose import KernelChoice
+from raytune_fsdp.model.network import build_network, load_architecture
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.beginning import beginning_of, orders_on_record, put_beginning
+from raytune_fsdp.run.trials.kernels import _only_newer
+from tests.models import architecture
+from tests.unit.test_probe import wanted
 
 SAVED = {"time": "", "attempt": 1, "event": "saved", "fields": {"step": 1, "path": "s3://bucket/x"}}
 
@@ -31,11 +36,13 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
     kernels = {"gradients": "bf16", "update": "eager", "blocks": "eager", "experts": "grouped_mm"}
     assert beginning_of(place) == (RunState(identity={"data.order_version": 2}, kernels=kernels), None)
     values = json.loads(place.beginning.read_text())
+    assert [values.pop(key) for key in ("scaling", "decay")] == [None, None], "as older versions did it"
     assert [values.pop(key) for key in ("update", "blocks", "experts")] == ["eager", "eager", "grouped_mm"]
     place.beginning.write_text(json.dumps(values))
     older_kernels = {"gradients": "bf16", "update": "eager"}
     assert beginning_of(place)[0].kernels == older_kernels, "as a version without those choices wrote it"
     kernels = {"gradients": "fp32", "update": "compiled", "blocks": "compiled", "experts": "eager"}
+    kernels |= {"scaling": "wide", "decay": "states_apart"}
     later = RunState(identity={"data.order_version": 3}, newest_order=4, kernels=kernels)
     put_beginning(place, later)
     assert beginning_of(place)[0] == later
@@ -43,6 +50,30 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
     assert adapters == ["model.q"]
     put_beginning(place, later, adapters)
     assert beginning_of(place) == (later, adapters)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "newer"),
+    [
+        ("llama", "bf16", {"scaling": "wide"}), ("llama", "fp32", {}), ("mamba2", "fp32", {}),
+        ("falcon_mamba", "fp16", {"scaling": "wide", "decay": "states_apart"}),
+    ],
+)  # fmt: skip
+def test_what_older_versions_did_otherwise_is_only_in_newer_runs(
+    name: str, precision: str, newer: dict[str, str]
+) -> None:
+    config = wanted(architecture(name), precision=precision)
+    network = build_network(load_architecture(config.model, None), config)
+
+    def found(kept: dict[str, str]) -> dict[str, str]:
+        chosen = _only_newer(config, network, KernelChoice(name="chunked", why=""), kept)
+        return {what: each.name for what, each in chosen.items()}
+
+    assert found({}) == newer
+    assert found({"attention": "sdpa"}) == {}, "as the run began"
+    assert found({"attention": "sdpa", **newer}) == newer
+    plain = _only_newer(config, network, KernelChoice(name="plain", why=""), {})
+    assert plain.keys() == newer.keys() - {"scaling"}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +91,7 @@ def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> 
                 {"order_version": "2"}, {"order_version": 99}, {"newest_order": True}, {"newest_order": 1},
                 {"gradients": "fp8"}, {"gradients": None}, {"adapters": 7}, {"adapters": [7]}, {"base": {}},
                 {"threads": 7}, {"update": "fused"}, {"update": None}, {"format": 1.0}, {"blocks": 1}, {"experts": "x"},
+                {"scaling": "x"}, {"decay": 1},
             )
         ),
     ],

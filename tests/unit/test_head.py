@@ -158,6 +158,19 @@ def test_no_targets_at_all() -> None:
     assert not weight.grad.any() and hidden.grad.shape == (0, 16)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_factor_is_not_rounded_to_the_16_bits_of_what_it_scales(wide: bool) -> None:
+    """In a new run; one that was begun with a rounded factor keeps it."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1500, 8).bfloat16().requires_grad_(), torch.randn(11, 8).bfloat16().requires_grad_()
+    ids, found = torch.arange(1500) % 11, {}
+    for factor in (1.0, 1 / 773):
+        total = linear_cross_entropy(hidden, weight, None, ids, Shape(), wide=wide).total
+        found[factor] = torch.autograd.grad(total * factor, [hidden, weight])[0]
+    right = (found[1.0].float() * torch.tensor(1 / 773)).bfloat16()
+    assert torch.equal(found[1 / 773], right) is wide
+
+
 @pytest.mark.parametrize(
     ("name", "attention"),
     [(name, "eager") for name in (*ARCHITECTURES, *EXPERTS, *SCALED)]

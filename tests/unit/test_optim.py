@@ -19,7 +19,7 @@ from transformers import (
 from raytune_fsdp.config import LoraMethod, OptimConfig
 from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.step.optim.build import build_optimizer
-from raytune_fsdp.step.optim.groups import undecayed_names
+from raytune_fsdp.step.optim.groups import groups_of, rates_of_states, undecayed_names
 from raytune_fsdp.step.optim.schedule import lr_factor, multiplier
 from tests.models import build
 from tests.unit.test_plan import config
@@ -153,6 +153,18 @@ def test_matrices_decay_and_norms_biases_and_embeddings_do_not(name: str, tied: 
     decayed = {f"{prefix}.{i}.{part}.weight" for i in range(2) for part in parts}
     decayed |= set() if tied else {"lm_head.weight"}
     assert undecayed_names(model) == {key for key, _ in model.named_parameters()} - decayed
+
+
+@pytest.mark.parametrize(
+    ("name", "some"), [("falcon_mamba", True), ("jamba", True), ("mamba2", False), ("llama", False)]
+)
+def test_rates_of_states_do_not_decay_in_a_new_run(name: str, some: bool) -> None:
+    """Mamba 1 has a matrix of them. An older run goes on as it was."""
+    model, config = build(name), OptimConfig(weight_decay=0.3)
+    rates = {key for key, each in model.named_parameters() if key.endswith("A_log") and each.ndim > 1}
+    assert rates_of_states(model) == rates and bool(rates) is some
+    older, newer = (groups_of(model, config, states_apart=apart) for apart in (False, True))
+    assert {*older[0].names} - {*newer[0].names} == rates and older[0].weight_decay == newer[0].weight_decay == 0.3
 
 
 def test_the_optimizer_has_every_weight_once(name: str = "gpt2") -> None:

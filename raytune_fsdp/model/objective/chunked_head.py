@@ -38,6 +38,12 @@ _CHUNK = {"cpu": 2**25, "cuda": 2**27}
 four times as many: after each chunk the whole gradient of the weight is read and written, which for 261 tokens would
 take about twice as long as their products; both are estimates for an H100 (3.3 TB/s, 800 TFLOP/s), not measured."""
 
+_ROWS = 1024
+"""Rows of a gradient in 16 bits that are scaled at a time: 64 MiB in fp32, if a token has 16,384 numbers."""
+
+WIDE = "wide"
+"""The name, in records and checkpoints, of gradients in 16 bits that are scaled by a factor in fp32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -85,6 +91,9 @@ class LossHead(HeadWithRows):
     """The type of device whose chunk size is used; None: that of the device that computes."""
     vocabulary: VocabularyPart | None = None
     """This rank's part of the vocabulary. None: all of it."""
+    wide: bool = False
+    """Whether gradients are scaled by the factor as it is, not by one that was rounded to their 16 bits, which would be
+    off by as much for the whole network, in one direction, and otherwise for each number of targets."""
 
     @classmethod
     def of(cls, linear: nn.Linear, shape: Shape) -> LossHead:
@@ -127,7 +136,7 @@ class LossHead(HeadWithRows):
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self._targets.places)
         compute = partial(
             linear_cross_entropy, chosen, weight, bias, self._targets.ids, self.shape, self._objective, rows,
-            device_type=self.stands_for, vocabulary=self.vocabulary,
+            device_type=self.stands_for, vocabulary=self.vocabulary, wide=self.wide,
         )  # fmt: skip
         bent = lesson = None
         if self._objective.bends is not None:
@@ -201,18 +210,19 @@ def linear_cross_entropy(
     vocabulary: VocabularyPart | None = None,
     bent: Bent | None = None,
     lesson: Lesson | None = None,
+    wide: bool = False,
 ) -> Losses:
     """Compute the losses of the targets `ids`, each predicted from its row of `hidden` (tokens, width).
 
     `bent`: their losses, known already, and the derivatives of these by the log-probabilities. `lesson`: what a teacher
-    predicts for them, which is to be learned.
+    predicts for them, which is to be learned. `wide` as in `LossHead`.
     """
     at_once = tokens_at_once(device_type or hidden.device.type, _width(weight, vocabulary))
     # Asked here, since gradients are always off inside of a Function.
     learning = torch.is_grad_enabled()
     total, each, right = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, None if rows is None else rows.weight, None if rows is None else rows.ids,
-        ids, shape, objective, learning, at_once, vocabulary, bent, lesson,
+        ids, shape, objective, learning, at_once, vocabulary, bent, lesson, wide,
     )  # fmt: skip
     groups = None if bent is None else bent.recorded
     if lesson is not None:
@@ -254,6 +264,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularyPart | None,
         bent: Bent | None,
         lesson: Lesson | None,
+        scaled_wide: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = _wide(hidden)
         each = torch.empty(len(ids), dtype=wide, device=hidden.device)
@@ -293,15 +304,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if of_hidden is not None and vocabulary is not None:
             of_hidden = summed(vocabulary.group, of_hidden)
         ctx.gradients = (of_hidden, of_weight, of_bias, of_rows)
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.wide = weight.dtype, scaled_wide
         ctx.mark_non_differentiable(each, right)
         return each.sum() if bent is None or bent.total is None else bent.total.clone(), each, right
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scaled = [None if g is None else g.mul_(factor.to(g.dtype)).to(ctx.dtype) for g in ctx.gradients]
+        scale = _scaled_wide if ctx.wide else _scaled
+        scaled = [None if g is None else scale(g, factor).to(ctx.dtype) for g in ctx.gradients]
         del ctx.gradients  # scaled in place: a second backward would be wrong, and finds nothing
-        return (*scaled, *[None] * 9)
+        return (*scaled, *[None] * 10)
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return gradient.mul_(factor.to(gradient.dtype))
+
+
+def _scaled_wide(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    if gradient.dtype == factor.dtype:
+        return gradient.mul_(factor)
+    # A GPU rounds the factor to the type of what it multiplies, so that is made wider, some rows at a time.
+    for some in gradient.split(_ROWS):
+        some.copy_(some.to(factor.dtype).mul_(factor))
+    return gradient
 
 
 def _logits(

@@ -62,7 +62,8 @@ _COMPUTED = {
     names.KERNELS: {key: f"the kernel of {key}" for key in ("attention", "loss")}
     | {"blocks": "whether layers are compiled", "gradients": "the type in which gradients are added"}
     | {"mixers": "how state mixers get documents", "update": "whether updates are compiled"}
-    | {"experts": "how experts are multiplied with"},
+    | {"experts": "how experts are multiplied with", "scaling": "how a loss's gradients are scaled"}
+    | {"decay": "what decays"},
     names.ATTEMPT_STARTED: {"device": "the device", "threads": "the threads of a rank", "versions": "the versions"},
 }
 """Fields of an attempt's events that decide rounding, each with a name in words."""

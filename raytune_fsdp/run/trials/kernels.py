@@ -15,12 +15,12 @@ from raytune_fsdp.base.untrusted import shown
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.run import MOST_THREADS
 from raytune_fsdp.model.adapters.attach import why_not_compiled
-from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds, choose, set_attention
+from raytune_fsdp.model.attention.choose import SIXTEEN_BITS, KernelChoice, KernelNeeds, choose, set_attention
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.attention.mixers import BY_DOCUMENT
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
 from raytune_fsdp.model.network import MASTER_DTYPE
-from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
+from raytune_fsdp.model.objective.chunked_head import WIDE, LossHead, install_chunked_loss
 from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE, why_routers_forbid
 from raytune_fsdp.model.objective.score_head import choose_loss_of
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
@@ -31,6 +31,7 @@ from raytune_fsdp.run.trials.mixers import KNOWN, check_bits, choose_mixers, why
 from raytune_fsdp.run.trials.update import choose_update, why_update_differs
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.optim.build import is_fused
+from raytune_fsdp.step.optim.groups import STATES_APART, rates_of_states
 from raytune_fsdp.step.precision import compute_dtype
 
 
@@ -115,11 +116,28 @@ def kernels_of(
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)
+    found |= _only_newer(config, model, loss, kept)
+    if "scaling" in found:
+        head = model.get_output_embeddings()
+        assert isinstance(head, LossHead)
+        head.wide = True
     if (update := _choose_update(config, kept.get("update"), device)) is not None:
         found["update"] = update
     if config.run.exact and device.type == "cpu":
         found["threads"] = _set_threads(config, kept.get("threads"))
     return found
+
+
+def _only_newer(
+    config: FinetuneConfig, model: PreTrainedModel, loss: KernelChoice, kept: Mapping[str, str]
+) -> dict[str, KernelChoice]:
+    """Return what older versions did otherwise, in another way or not at all. A run that they began goes on so."""
+    found = {}
+    if loss.name == "chunked" and compute_dtype(config.parallel.precision) in SIXTEEN_BITS:
+        found["scaling"] = KernelChoice(name=WIDE, why="a factor in 16 bits would be off for all weights alike")
+    if config.optim.weight_decay and rates_of_states(model):
+        found["decay"] = KernelChoice(name=STATES_APART, why="rates of states would decay towards one rate")
+    return {what: choice for what, choice in found.items() if not kept or what in kept}
 
 
 def _choose_update(config: FinetuneConfig, kept: str | None, device: torch.device) -> KernelChoice | None:

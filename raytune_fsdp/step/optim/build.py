@@ -32,13 +32,15 @@ def build_optimizer(
     seed: int = 0,
     exact: bool = False,
     execution: Execution = BY_OPERATION,
+    states_apart: bool = False,
 ) -> Optimizer:
     """Build the optimizer of a run, over a model that is already sharded.
 
     `exact`: the bits of an update must not depend on how the weights are sharded. `execution`: how the updates run that
-    torch has no kernel for.
+    torch has no kernel for. `states_apart` as in `groups_of`.
     """
-    chosen, groups, named = config.optimizer, groups_of(model, config, method), trained(model)
+    groups = groups_of(model, config, method, states_apart=states_apart)
+    chosen, named = config.optimizer, trained(model)
 
     def weights(mine: tuple[Group, ...]) -> Trained:
         return Trained(named, mine, lr=config.lr, seed=seed, stochastic_rounding=config.stochastic_rounding)

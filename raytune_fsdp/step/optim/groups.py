@@ -13,6 +13,13 @@ from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.sections.method import Method
 from raytune_fsdp.model.added_rows import ROWS
 
+STATES_APART = "states_apart"
+"""The name, in records and checkpoints, of decay that leaves out matrices that are rates of states."""
+
+_RATES = "A_log"
+"""What all state spaces call the logs of the rates at which their states decay. Mamba 1 has a matrix of them, for which
+its makers want no decay; where they are a vector, it has none anyway."""
+
 _SECOND = re.compile(r"\.lora_(B|embedding_B)\.")
 
 
@@ -40,9 +47,15 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def groups_of(model: nn.Module, config: OptimConfig, method: Method | None = None) -> tuple[Group, ...]:
-    """Group all trained weights. A pattern's rate and LoRA+'s multiply; a pattern's decay replaces any other decay."""
-    plain, ratio, names = undecayed_names(model), getattr(method, "lr_ratio", None), _all_names(model)
+def groups_of(
+    model: nn.Module, config: OptimConfig, method: Method | None = None, *, states_apart: bool = False
+) -> tuple[Group, ...]:
+    """Group all trained weights. A pattern's rate and LoRA+'s multiply; a pattern's decay replaces any other decay.
+
+    `states_apart`: matrices that are rates of states do not decay by themselves.
+    """
+    plain = undecayed_names(model) | (rates_of_states(model) if states_apart else set())
+    ratio, names = getattr(method, "lr_ratio", None), _all_names(model)
     found: dict[tuple[float, float], list[str]] = {}
     for name in trained(model):
         lr_ratio = ratio if ratio is not None and _SECOND.search(name) else 1.0
@@ -94,6 +107,11 @@ def undecayed_names(model: nn.Module) -> set[str]:
     embeddings |= {name for name, _ in model.named_parameters() if name.endswith(f".{ROWS}")}
     # IA3's factors are vectors in the form of a matrix, and around 1.
     return embeddings | {name for name, p in model.named_parameters() if p.ndim < 2 or ".ia3_l." in name}
+
+
+def rates_of_states(model: nn.Module) -> set[str]:
+    """Return the trained matrices that are logs of the rates of states, which decay would pull towards one rate."""
+    return {name for name, each in trained(model).items() if each.ndim > 1 and name.rpartition(".")[2] == _RATES}
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
