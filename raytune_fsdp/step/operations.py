@@ -106,5 +106,5 @@ def _query_width(layer: PretrainedConfig) -> float:
     # The two products of a pair, with the key and with the value: DeepSeek's heads have other widths for either, and
     # its `head_dim` is only the part of a key that is rotated.
     if (key := getattr(layer, "qk_head_dim", None)) and (value := getattr(layer, "v_head_dim", None)):
-        return heads * (key + value) / 2
+        return float(heads * (key + value) / 2)
     return float(heads * (getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)))

@@ -43,8 +43,8 @@ def why_kernel_fails(name: str, needs: KernelNeeds, device: torch.device, dtype:
             for what, error in _errors(name, heads, device, dtype):
                 if not error <= _BOUND:  # written so that NaN fails, too
                     return f"its {what} is off by {error:.1e} from attention by the book"
-            if torch.are_deterministic_algorithms_enabled() and (what := _changing(name, heads, device, dtype)):
-                return f"its {what} has other bits the second time, and run.deterministic or run.exact is set"
+            if torch.are_deterministic_algorithms_enabled() and (which := _changing(name, heads, device, dtype)):
+                return f"its {which} has other bits the second time, and run.deterministic or run.exact is set"
     except Exception as error:  # whatever a package raises; a rank that ends here would leave the others waiting
         return in_one_line(error)
     return None

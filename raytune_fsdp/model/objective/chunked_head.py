@@ -324,7 +324,7 @@ def _scaled_wide(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     if gradient.dtype == factor.dtype:
         return gradient.mul_(factor)
     # A GPU rounds the factor to the type of what it multiplies, so that is made wider, some rows at a time.
-    for some in gradient.split(_ROWS):
+    for some in torch.split(gradient, _ROWS):
         some.copy_(some.to(factor.dtype).mul_(factor))
     return gradient
 
