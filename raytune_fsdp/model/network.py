@@ -206,6 +206,8 @@ def build_base(hf_config: PretrainedConfig, config: ModelConfig, precision: str)
         ) from error
     if MASTER_DTYPE[precision] == torch.bfloat16:
         _keep_in_fp32(model)
+    for parameter in model.parameters():
+        parameter.is_fixed = not parameter.requires_grad  # type: ignore[attr-defined]
     choose_experts(model)
     if config.head is not None:
         put_score_head(model, config.head)
@@ -286,6 +288,22 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
     for name in kept:
         owner, _, buffer = name.rpartition(".")
         model.get_submodule(owner)._buffers[buffer] = model.get_buffer(name).float()
+
+
+def fixed_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Return the weights that no method trains, as its makers have it, and that stay in fp32 when a network of
+    `build_base` computes in this type: the biases of ERNIE's routers."""
+    fixed = {name for name, parameter in model.named_parameters() if getattr(parameter, "is_fixed", False)}
+    return sorted(fixed and fixed & kept_in_fp32(model, dtype))  # what is kept takes a second network to know
+
+
+def as_buffers(model: nn.Module, names: Sequence[str]) -> None:
+    """Turn weights into stored buffers of the same names, which keep their type: FSDP gathers weights in one type."""
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        module, weight = model.get_submodule(owner), model.get_parameter(name).detach()
+        del module._parameters[last]
+        module.register_buffer(last, weight)
 
 
 def fp32_in_bf16(model: PreTrainedModel, weights: Sequence[str]) -> ModelError:

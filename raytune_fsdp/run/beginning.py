@@ -32,11 +32,12 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "experts": lambda value: value in (GROUPED, ONE_BY_ONE, None),
     "scaling": lambda value: value in (WIDE, None),
     "decay": lambda value: value in (STATES_APART, None),
+    "fixed": lambda value: value in (FP32, None),
 }
 
 _BEGAN = {
     "gradients": AS_WEIGHTS, "threads": None, "update": EAGER, "blocks": EAGER, "experts": GROUPED, "scaling": None,
-    "decay": None,
+    "decay": None, "fixed": None,
 }  # fmt: skip
 """The kernels that a run keeps for good, with what runs had whose states name none."""
 
@@ -61,8 +62,8 @@ def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
         if not isinstance(values, dict):
             raise UnsoundError("is not a JSON object")
         check_format(values.pop("format", None))
-        for key, began in (("update", EAGER), *((name, None) for name in ("blocks", "experts", "scaling", "decay"))):
-            values.setdefault(key, began)  # versions without this choice wrote none
+        later = dict.fromkeys(("blocks", "experts", "scaling", "decay", "fixed"))
+        values = {"update": EAGER, **later, **values}  # versions without these choices wrote none
         if values.keys() != _RULES.keys():
             raise UnsoundError(f"has the entries {shown(sorted(values))}")
         for key, value in values.items():

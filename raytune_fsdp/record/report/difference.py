@@ -63,7 +63,7 @@ _COMPUTED = {
     | {"blocks": "whether layers are compiled", "gradients": "the type in which gradients are added"}
     | {"mixers": "how state mixers get documents", "update": "whether updates are compiled"}
     | {"experts": "how experts are multiplied with", "scaling": "how a loss's gradients are scaled"}
-    | {"decay": "what decays"},
+    | {"decay": "what decays", "fixed": "the type of weights that are never trained"},
     names.ATTEMPT_STARTED: {"device": "the device", "threads": "the threads of a rank", "versions": "the versions"},
 }
 """Fields of an attempt's events that decide rounding, each with a name in words."""

@@ -132,7 +132,7 @@ def build_other(
         standing = replace(standing, checkpoint=None, state=replace(standing.state, kernels={}))
     built = build(
         config, other.hf_config, other.needs, Site.of_rank(standing.plan, device),
-        lambda network: kernels_of(config, prepared, standing, network, device),
+        lambda network: kernels_of(config, prepared, standing, network, device, own=other.is_start),
         added=other.added, adapted=other.adapted,
     )  # fmt: skip
     model, host = built.model, torch.device("cpu") if built.parallel.cpu_offload else None

@@ -19,7 +19,7 @@ from raytune_fsdp.model.attention.choose import SIXTEEN_BITS, KernelChoice, Kern
 from raytune_fsdp.model.attention.kernel_trial import why_kernel_fails
 from raytune_fsdp.model.attention.mixers import BY_DOCUMENT
 from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not_compiled_here
-from raytune_fsdp.model.network import MASTER_DTYPE
+from raytune_fsdp.model.network import MASTER_DTYPE, as_buffers, fixed_in_fp32
 from raytune_fsdp.model.objective.chunked_head import WIDE, LossHead, install_chunked_loss
 from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE, why_routers_forbid
 from raytune_fsdp.model.objective.score_head import choose_loss_of
@@ -32,7 +32,7 @@ from raytune_fsdp.run.trials.update import choose_update, why_update_differs
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.optim.build import is_fused
 from raytune_fsdp.step.optim.groups import STATES_APART, rates_of_states
-from raytune_fsdp.step.precision import compute_dtype
+from raytune_fsdp.step.precision import COMPUTE_DTYPE, compute_dtype
 
 
 def _why_parts_forbid(config: FinetuneConfig) -> str | None:
@@ -59,10 +59,34 @@ def _why_experts_forbid(experts: KernelChoice | None) -> str | None:
     return "experts that are computed one after the other are not one graph" if apart else None
 
 
+def _why_not_compiled(
+    config: FinetuneConfig,
+    needs: KernelNeeds,
+    model: PreTrainedModel,
+    experts: KernelChoice | None,
+    device: torch.device,
+) -> str | None:
+    """Return why layers are not compiled, or None. Collective."""
+    return (
+        why_not_compiled(model)
+        or _why_parts_forbid(config)
+        or _why_mixers_forbid(config, needs)
+        or why_routers_forbid(config.train)
+        or _why_experts_forbid(experts)
+        or why_on_any_rank(lambda: why_not_compiled_here(device))
+    )
+
+
 def kernels_of(
-    config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, model: PreTrainedModel, device: torch.device
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    model: PreTrainedModel,
+    device: torch.device,
+    *,
+    own: bool = True,
 ) -> Mapping[str, KernelChoice]:
-    """Give the network its attention and its loss, and choose whether its layers are compiled. Return the choices."""
+    """Give the run's `own` network, or one that it asks, attention and loss; return these and all other choices."""
     # States from before there was a choice name none: those runs have transformers' attention, the plain loss, and
     # compiled only what their config asked for.
     before = {
@@ -93,34 +117,19 @@ def kernels_of(
     )  # fmt: skip
     compiled = choose_compilation(
         config.parallel.compile, kept=kept.get("blocks"), device=device, exact=config.run.exact,
-        fails=lambda: why_not_compiled(model)
-        or _why_parts_forbid(config)
-        or _why_mixers_forbid(config, prepared.needs)
-        or why_routers_forbid(config.train)
-        or _why_experts_forbid(experts)
-        or why_on_any_rank(lambda: why_not_compiled_here(device)),
+        fails=lambda: _why_not_compiled(config, prepared.needs, model, experts, device),
     )  # fmt: skip
-    attention = set_attention(model, attention)
-    mixers = prepared.needs.mixers
+    attention, mixers = set_attention(model, attention), prepared.needs.mixers
     if standing.plan.layout.sequence > 1:
         check_attention_in_parts(standing.plan.layout.sequence, attention)
     found = {"attention": attention, "loss": loss, "blocks": compiled, **({"experts": experts} if experts else {})}
-    if mixers:
-        found["mixers"] = choose_mixers(
-            model, mixers, kept=kept.get("mixers"), device=device,
-            fails=lambda way: why_on_any_rank(lambda: why_borders_fail(way, model, mixers, device, dtype)),
-        )  # fmt: skip
-    if device.type == "cuda" and config.run.repeats_bits:
-        way, names = (found["mixers"].name, mixers) if mixers else (BY_DOCUMENT, KNOWN)
-        check_bits(way, model, names, device, dtype, begins=standing.checkpoint is None)
+    found |= _choose_mixers(model, mixers, kept.get("mixers"), device, dtype)
     if config.parallel.precision == "bf16_pure":
         why = "as the run began" if kept else "the same sum at every number of ranks"
         found["gradients"] = KernelChoice(name=kept.get("gradients", FP32), why=why)
-    found |= _only_newer(config, model, loss, kept)
-    if "scaling" in found:
-        head = model.get_output_embeddings()
-        assert isinstance(head, LossHead)
-        head.wide = True
+    if own:
+        _check_bits(config, model, found.get("mixers"), mixers, device, begins=standing.checkpoint is None)
+        found |= _only_newer(config, model, loss, kept)
     if (update := _choose_update(config, kept.get("update"), device)) is not None:
         found["update"] = update
     if config.run.exact and device.type == "cpu":
@@ -128,16 +137,52 @@ def kernels_of(
     return found
 
 
+def _choose_mixers(
+    model: PreTrainedModel, mixers: tuple[str, ...], kept: str | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, KernelChoice]:
+    if not mixers:
+        return {}
+    way = choose_mixers(
+        model, mixers, kept=kept, device=device,
+        fails=lambda way: why_on_any_rank(lambda: why_borders_fail(way, model, mixers, device, dtype)),
+    )  # fmt: skip
+    return {"mixers": way}
+
+
+def _check_bits(
+    config: FinetuneConfig,
+    model: PreTrainedModel,
+    chosen: KernelChoice | None,
+    mixers: tuple[str, ...],
+    device: torch.device,
+    *,
+    begins: bool,
+) -> None:
+    """Have the bits of mixers tried where they matter; also of those that nothing has to split."""
+    if device.type == "cuda" and config.run.repeats_bits:
+        way, dtype = BY_DOCUMENT if chosen is None else chosen.name, compute_dtype(config.parallel.precision)
+        check_bits(way, model, mixers or KNOWN, device, dtype, begins=begins)
+
+
 def _only_newer(
     config: FinetuneConfig, model: PreTrainedModel, loss: KernelChoice, kept: Mapping[str, str]
 ) -> dict[str, KernelChoice]:
-    """Return what older versions did otherwise, in another way or not at all. A run that they began goes on so."""
-    found = {}
+    """Do, and return, what older versions did in another way. A run that they began goes on in that way."""
+    found, dtype = {}, COMPUTE_DTYPE.get(config.parallel.precision)
     if loss.name == "chunked" and compute_dtype(config.parallel.precision) in SIXTEEN_BITS:
         found["scaling"] = KernelChoice(name=WIDE, why="a factor in 16 bits would be off for all weights alike")
     if config.optim.weight_decay and rates_of_states(model):
         found["decay"] = KernelChoice(name=STATES_APART, why="rates of states would decay towards one rate")
-    return {what: choice for what, choice in found.items() if not kept or what in kept}
+    if fixed := [] if dtype is None else fixed_in_fp32(model, dtype):
+        found["fixed"] = KernelChoice(name=FP32, why=f"the architecture keeps {fixed[0]} in it, and trains it never")
+    found = {what: choice for what, choice in found.items() if not kept or what in kept}
+    if "scaling" in found:
+        head = model.get_output_embeddings()
+        assert isinstance(head, LossHead)
+        head.wide = True
+    if "fixed" in found:
+        as_buffers(model, fixed)
+    return found
 
 
 def _choose_update(config: FinetuneConfig, kept: str | None, device: torch.device) -> KernelChoice | None:
