@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -78,7 +79,8 @@ def local_path(value: str) -> str:
     """Check a path on a mounted file system. A URL would silently become a directory of that name."""
     if not value or is_url(value) or "\0" in value:
         raise ValueError("must be a directory on a mounted file system (object stores are not supported yet)")
-    if (variable := re.search(r"\$\{?\w+\}?", value)) is not None:
+    # Unless it is there: an older version has made such directories, and a run in one goes on.
+    if (variable := re.search(r"\$\{?\w+\}?", value)) is not None and not os.path.exists(value):
         raise ValueError(
             f"{variable[0]} is not expanded in a config: write the path itself, or give the field as a flag in double "
             "quotes, where the shell does it"

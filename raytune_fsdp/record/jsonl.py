@@ -135,7 +135,7 @@ class JsonlTracker(Tracker):
         self._check_replaced()
 
     def _is_another(self, file: FileIO) -> bool:
-        """Return whether the record is another file by now. The lease is that of the command, with all its attempts.
+        """Return whether a later attempt has begun. The lease is that of the command, with all its attempts.
 
         The command may believe that an attempt has ended whose processes it cannot reach, and start the next one.
         """
@@ -145,16 +145,20 @@ class JsonlTracker(Tracker):
         except (OSError, UnsoundError):  # a person has moved it, or storage does not answer: that is no attempt
             return False
         try:
-            return not os.path.samestat(os.fstat(there), os.fstat(file.fileno()))
+            same = os.path.samestat(os.fstat(there), os.fstat(file.fileno()))
         finally:
             os.close(there)
+        # Not by that alone: a person may have replaced the file, and some storage gives it another number each time.
+        with suppress(RaytuneError, OSError):
+            return not same and any(event["attempt"] > self._attempt for event in each_event(self._events_path))
+        return False
 
     def _check_replaced(self) -> None:
         if self._replaced:
             raise _ReplacedError(
                 f"{self._metrics_path} is not the file that attempt {self._attempt} writes any more: a later attempt "
-                "goes on with the run, or the file was replaced by hand; what is saved is saved, and this attempt "
-                "writes nothing more; the same command continues from the newest checkpoint"
+                "goes on with the run; what is saved is saved, and this attempt writes nothing more; the same command "
+                "continues from the newest checkpoint"
             )
 
 

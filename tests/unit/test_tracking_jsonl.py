@@ -164,6 +164,8 @@ def test_an_attempt_that_should_be_dead_commits_nothing_after_its_heir_has_begun
     zombie.steps([step(1), step(2)], world_size=2, attempt=1)
     zombie.sync()
     heir = begin(tmp_path, resumed_from=2, attempt=2)
+    zombie.sync()  # nothing says yet that this is not a person's doing
+    heir.event("attempt_started")
     with pytest.raises(TrainingError, match="is not the file that attempt 1 writes .* the same command continues"):
         zombie.sync()  # what a commit calls first
     for write in (lambda: zombie.event("save_failed"), lambda: zombie.steps([step(3)], world_size=2, attempt=1)):
@@ -171,7 +173,7 @@ def test_an_attempt_that_should_be_dead_commits_nothing_after_its_heir_has_begun
             write()
     zombie.finish("failed")
     heir.sync()
-    assert not (tmp_path / "events.jsonl").exists()
+    assert [event["attempt"] for event in read_events(tmp_path / "events.jsonl")] == [2]
 
 
 def test_a_record_that_was_moved_away_costs_no_checkpoint(tmp_path: Path) -> None:
