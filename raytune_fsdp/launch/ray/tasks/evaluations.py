@@ -52,22 +52,14 @@ class Evaluations:
         event: Callable[..., None],
         say: Callable[[str], None],
     ) -> None:
-        chosen = config.eval
-        self.minutes = chosen.task_minutes
-        self._task = ray.remote(
-            num_cpus=chosen.task_cpus,
-            num_gpus=chosen.task_gpus,
-            max_retries=0,  # what has crashed once would again, and take the memory of others with it
-            max_calls=1,  # its process has the model in its memory
-            runtime_env=env,
-        )(_measure)
-        """Made once: Ray's head keeps each for good."""
+        self.minutes = config.eval.task_minutes
         self._config = config
         self._prepared = prepared
         self._held: ObjectRef | None = None
         """The run's inputs in Ray's object store, for tasks that may run on any node."""
         self._plan = plan
         self._token = token
+        self._env = env
         self._event = event
         self._say = say
 
@@ -109,8 +101,16 @@ class Evaluations:
 
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
         self._held = self._held or ray.put(self._prepared)
-        found: ObjectRef = self._task.remote(self._held, self._config, checkpoint, self._token)
-        return found
+        chosen = self._config.eval
+        # Another function each time: Ray would keep the process of one that hangs for the next call of the same.
+        task = ray.remote(
+            num_cpus=chosen.task_cpus,
+            num_gpus=chosen.task_gpus,
+            max_retries=0,  # what has crashed once would again, and take the memory of others with it
+            max_calls=1,  # its process has the model in its memory
+            runtime_env=self._env,
+        )(_measure)
+        return task.remote(self._held, self._config, checkpoint, self._token)
 
     def record(self, checkpoint: CommittedCheckpoint, result: Any) -> None:
         if self._prepared.lease is not None:
