@@ -102,7 +102,6 @@ class Evaluations:
     def begin(self, checkpoint: CommittedCheckpoint) -> ObjectRef:
         self._held = self._held or ray.put(self._prepared)
         chosen = self._config.eval
-        # Another function each time: Ray would keep the process of one that hangs for the next call of the same.
         task = ray.remote(
             num_cpus=chosen.task_cpus,
             num_gpus=chosen.task_gpus,
