@@ -90,7 +90,7 @@ def decided_by(
 def _of_new_adapter(method: Mapping[str, Any]) -> dict[str, Any]:
     """Return what else of a method decides what a network computes whose adapters are new."""
     if method.get("dora"):
-        # A layer's output is scaled by a length over the same length, computed anew: not always by exactly 1.
+        # A layer's output is scaled by a length over the same length, which is computed again: not always by exactly 1.
         return {key: method[key] for key in ("dora", "target_modules", "modules_to_save")}
     # Layers that are trained whole are not quantized; neither are embedding and head in any case.
     whole = [name for name in method.get("modules_to_save", ()) if name not in ("embed_tokens", "lm_head")]

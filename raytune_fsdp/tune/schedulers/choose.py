@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from raytune_fsdp.base.errors import ConfigError
@@ -44,13 +44,16 @@ def scheduler_of(spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> Schedule
     return ToTheEnd()
 
 
+def _shared(values: Iterable[str | None]) -> str | None:
+    """Return the value that all members have; None: they differ."""
+    found = {*values}
+    return found.pop() if len(found) == 1 else None
+
+
 def _check_changes(rule: PbtScheduler, spec: SweepSpec, configs: Sequence[FinetuneConfig]) -> None:
     """Refuse fields that a member would change as a fork of another one, which no fork may change."""
-    types = {config.optim.optimizer.type for config in configs}
-    optimizer = types.pop() if len(types) == 1 else None
-    terms = [getattr(config.train.objective, "sft", None) for config in configs]
-    tokens = {None if term is None else term.over for term in terms}
-    over = tokens.pop() if len(tokens) == 1 else None
+    optimizer = _shared(config.optim.optimizer.type for config in configs)
+    over = _shared(getattr(getattr(config.train.objective, "sft", None), "over", None) for config in configs)
     for field, values in spec.values.items():
         changes = field != "train.max_steps" and (rule.change is None or field in rule.change)
         first = values.items[0]  # from which all others may come where each may come from each
