@@ -8,14 +8,16 @@ fork and everything that a process does for the first time, and is for functions
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing as mp
 import os
 import random
+import signal
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -41,7 +43,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, seconds: flo
             for number, rank in enumerate(ranks):
                 rank.pipe.send(_Call(function, args, number, world, os.path.join(directory, "store"), _cloud()))
             # Nobody ends before all have: gloo connects late, and a rank whose peer has gone says so.
-            return _collect([rank.pipe for rank in ranks], seconds)
+            return _collect(ranks, seconds)
         finally:
             for rank in ranks:
                 rank.end()
@@ -100,6 +102,14 @@ class _Rank:
         self.process.join()
         self.pipe.close()
 
+    def death(self) -> str:
+        """How the process ended, which has closed its pipe."""
+        self.process.join(5)
+        code = self.process.exitcode
+        if code is None:
+            return "its pipe is closed, and it lives"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
 
 class _Pool:
     """Ranks of this process that take one call after another."""
@@ -111,22 +121,22 @@ class _Pool:
         self._stores: tempfile.TemporaryDirectory[str] | None = None
         """Kept until all ranks have ended: a `FileStore` writes to its file when it is destroyed, even after the call,
         and without the directory that takes it 300 s. The first call makes it, as ranks import this module, too."""
-        self._used: Sequence[Connection] = ()
+        self._used: Sequence[_Rank] = ()
         """Of those that did the last call: each says then whether it is as it was."""
 
     def run(self, function: Callable[..., Any], world: int, args: Any, seconds: float) -> list[Any]:
         self._settle(seconds)
         while len(self._ranks) < world:
             self._ranks.append(_Rank.start(_serve))
-        chosen = [rank.pipe for rank in self._ranks[:world]]
+        chosen = self._ranks[:world]
         self._stores = self._stores or tempfile.TemporaryDirectory()
         store = os.path.join(self._stores.name, f"store-{self._calls}")
         try:
-            for number, pipe in enumerate(chosen):
-                pipe.send(_Call(function, args, number, world, store, {}))
+            for number, rank in enumerate(chosen):
+                rank.pipe.send(_Call(function, args, number, world, store, {}))
             found = _collect(chosen, seconds)
-            for pipe in chosen:
-                pipe.send(None)  # all have ended: leave the group
+            for rank in chosen:
+                rank.pipe.send(None)  # all have ended: leave the group
         except BaseException:
             self.end()  # one that failed, or hangs, leaves the others in the middle of something
             raise
@@ -158,37 +168,36 @@ _POOL = _Pool()
 atexit.register(_POOL.end)
 
 
-def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
+def _collect(ranks: Sequence[_Rank], seconds: float) -> list[Any]:
     results: dict[int, Any] = {}
-    rank_of = {id(pipe): rank for rank, pipe in enumerate(pipes)}
+    number_of = {id(rank.pipe): number for number, rank in enumerate(ranks)}
     deadline = time.monotonic() + seconds
-    while len(results) < len(pipes):
-        waiting = [pipe for pipe in pipes if rank_of[id(pipe)] not in results]
+    while len(results) < len(ranks):
+        waiting = [rank.pipe for number, rank in enumerate(ranks) if number not in results]
         ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"ranks {[rank_of[id(pipe)] for pipe in waiting]} have not ended after {seconds} s")
+            late = [number_of[id(pipe)] for pipe in waiting]
+            raise TimeoutError(f"ranks {late} have not ended after {seconds} s")
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            rank = rank_of[id(pipe)]
-            try:
-                ok, value = pipe.recv()
-            except (EOFError, ConnectionResetError):
-                raise AssertionError(f"rank {rank} died without a word") from None
-            if not ok:
-                _check_lives([other for other in waiting if other is not pipe], rank_of)
-                raise AssertionError(f"rank {rank} of {len(pipes)} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+            number = number_of[id(pipe)]
+            answer = _heard(ranks, number)
+            if not answer[0]:
+                # The failure of another one, which may be heard first, follows from a rank's death.
+                for other in wait([one for one in waiting if one is not pipe], timeout=0.2):
+                    _heard(ranks, number_of[id(other)])
+                raise AssertionError(f"rank {number} of {len(ranks)} failed:\n{answer[1]}")
+            results[number] = answer[1]
+    return [results[number] for number in range(len(ranks))]
 
 
-def _check_lives(pipes: Sequence[Connection], rank_of: Mapping[int, int]) -> None:
-    """Raise for a rank that has died: the failure of another one, which may be heard first, follows from that."""
-    for pipe in wait(pipes, timeout=0.2):
-        assert isinstance(pipe, Connection)
-        try:
-            pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise AssertionError(f"rank {rank_of[id(pipe)]} died without a word") from None
+def _heard(ranks: Sequence[_Rank], number: int) -> tuple[bool, Any]:
+    """What a rank has sent. Raise if it has died."""
+    try:
+        answer: tuple[bool, Any] = ranks[number].pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise AssertionError(f"rank {number} died without a word: {ranks[number].death()}") from None
+    return answer
 
 
 def _once(pipe: Connection) -> None:
@@ -224,6 +233,7 @@ def _do(pipe: Connection, call: _Call) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a crash in native code says where, among what the test's processes have printed
     torch.set_num_threads(1)
     store = dist.FileStore(call.store, call.world)
     dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world)
