@@ -10,7 +10,8 @@ import time
 from collections import deque
 from statistics import fmean, median
 
-_SHARE = 0.02
+_SHARE = 0.015
+"""The last half percent is for what the steps of a copy do not show."""
 _LEAST_SECONDS = 5.0
 """Each copy also brings the record to the disk, which other processes use, too."""
 _AFTER_FAILURE_SECONDS = 60.0
@@ -43,7 +44,8 @@ class CopyClock:
             self._during.append(seconds)
         elif not busy:
             self._usual.append(seconds)
-        return not busy and len(self._usual) >= _FEWEST and now >= self._next
+        # Where the ranks agree that a copy has ended, they also ask for the next, and `ended` is called after that.
+        return not busy and not self._copying and len(self._usual) >= _FEWEST and now >= self._next
 
     def begins(self) -> None:
         """Note that a copy begins."""
