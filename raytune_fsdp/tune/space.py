@@ -47,6 +47,12 @@ def run_name_in(sweep: str, variant: int, seed: int | None = None, generation: i
     return f"{sweep}-{variant:03d}{of_seed}{f'-g{generation}' if generation else ''}"
 
 
+def is_run_name(name: str, sweep: str) -> bool:
+    """Return whether a trial's run of this sweep may have this name."""
+    own = "-([0-9]{3}|[1-9][0-9]{3,})(-s[0-9]+)?(" + _FORK.pattern + ")?"
+    return re.fullmatch(re.escape(sweep) + own, name) is not None
+
+
 def config_of(
     spec: SweepSpec,
     trial: Trial,

@@ -32,7 +32,7 @@ from raytune_fsdp.base.errors import (
 )
 from raytune_fsdp.base.lease import Lease, TakenOverError, hold, release
 from raytune_fsdp.launch.phases import Phases
-from raytune_fsdp.launch.ray import attempts
+from raytune_fsdp.launch.ray import attempt, attempts
 from raytune_fsdp.launch.ray.attempt import Killed, RayAttempt
 from raytune_fsdp.launch.ray.attempts import Attempts
 from raytune_fsdp.launch.ray.board import Failed, Joined
@@ -79,10 +79,8 @@ def raised(error: BaseException) -> WorkerGroupError:
 def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The nodes that answer."""
     found = ["node"]
-    monkeypatch.setattr(attempts, "nodes", lambda **_: None)
-    monkeypatch.setattr(
-        attempts, "answering", lambda _: [Node(id=name, name=name, total={}, free={}) for name in found]
-    )
+    monkeypatch.setattr(attempt, "nodes", lambda **_: None)
+    monkeypatch.setattr(attempt, "answering", lambda _: [Node(id=name, name=name, total={}, free={}) for name in found])
     yield found
 
 
@@ -90,7 +88,7 @@ def test_no_node_is_looked_for_while_the_head_is_away(tmp_path: Path, monkeypatc
     """The question would wait for it."""
     known, _ = begin(tmp_path)
     known._answers = lambda: False
-    monkeypatch.setattr(attempts, "nodes", lambda **_: pytest.fail("this would wait for the head"))
+    monkeypatch.setattr(attempt, "nodes", lambda **_: pytest.fail("this would wait for the head"))
     known.ended(of_rank(DEAD))
     (failed,) = events(tmp_path, "attempt_failed")
     assert failed["rank"] == 1 and failed["cause"].startswith("its process died")

@@ -113,10 +113,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setattr(supervisor.time, "monotonic", found.monotonic)
     monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(supervisor, "draining", dict)
-    monkeypatch.setattr(
-        supervisor, "nodes", lambda **_: [Node(id=each, name=each, total={}, free={}) for each in found.nodes]
-    )
-    monkeypatch.setattr(supervisor, "answering", lambda nodes: nodes)
+    for place in (supervisor, attempt):
+        monkeypatch.setattr(
+            place, "nodes", lambda **_: [Node(id=each, name=each, total={}, free={}) for each in found.nodes]
+        )
+        monkeypatch.setattr(place, "answering", lambda nodes: nodes)
     return found
 
 

@@ -32,7 +32,7 @@ from raytune_fsdp.tune.running.cluster import threads_for
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
 from raytune_fsdp.tune.running.values import check_begins, check_own, measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
-from raytune_fsdp.tune.space import check_trials, trials_of
+from raytune_fsdp.tune.space import check_trials, is_run_name, run_name_in, trials_of
 from raytune_fsdp.tune.spec import SweepSpec, load_sweep
 from raytune_fsdp.tune.sweep import checked, measured_by, sweep
 from raytune_fsdp.tune.table import OverSeeds, Standing, best_of, leaderboard
@@ -176,6 +176,7 @@ def test_a_sweep_does_not_begin_with_what_nobody_knows_to_be_its_own(tmp_path: P
     check_begins(spec)
     Recorded(storage, "rates-003-g2").attempt()
     check_begins(spec)
+    assert all(is_run_name(run_name_in("rates", *given), "rates") for given in ((3,), (1003, 1, 2)))
     run.evaluate(others=1.0)
     with pytest.raises(
         ResumeError, match=r"rates-001-s1 has been measured already, and the sweep has no log .*/rates/"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.board import Ended, Ending, Failed, Joined
 from raytune_fsdp.launch.ray.failures import death_of, died
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
-from raytune_fsdp.launch.ray.resources import way_out
+from raytune_fsdp.launch.ray.resources import answering, nodes, way_out
 from raytune_fsdp.launch.ray.watch.listening import Listening
 from raytune_fsdp.launch.ray.watch.ranks import Watch
 from raytune_fsdp.record import names
@@ -102,9 +102,10 @@ class RayAttempt:
             **phases,
         }
 
-    def rank_without(self, nodes: Collection[str]) -> int | None:
-        """Return the first rank whose node is not among these, by their ids."""
-        return min((rank for rank, joined in self.ranks.items() if joined.node_id not in nodes), default=None)
+    def rank_lost(self) -> int | None:
+        """Return the first rank whose node no longer answers, also where Ray does not know that yet."""
+        there = {node.id for node in answering(nodes(leaving=True))}
+        return min((rank for rank, joined in self.ranks.items() if joined.node_id not in there), default=None)
 
     def out_of_memory(self, rank: int) -> str | None:
         """Say what the rank had in memory, if the kernel has ended it for that."""

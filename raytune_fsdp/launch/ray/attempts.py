@@ -35,7 +35,6 @@ from raytune_fsdp.launch.ray.failures import (
     underlying,
 )
 from raytune_fsdp.launch.ray.private_train import WorkerGroupStartupTimeoutError
-from raytune_fsdp.launch.ray.resources import answering, nodes
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import append_event
@@ -133,7 +132,7 @@ class Attempts:
         words = failure_in_words(cause, None if rank is None else self.current.ends.get(rank))
         lost: int | None = None
         if not is_ours(cause) and self._answers():
-            lost = self.current.rank_without({node.id for node in answering(nodes(leaving=True))})
+            lost = self.current.rank_lost()
         if lost is not None:
             rank, words = lost, "its node was lost"
         elif rank is not None and is_death(cause) and (memory := self.current.out_of_memory(rank)) is not None:

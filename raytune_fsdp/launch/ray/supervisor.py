@@ -407,7 +407,7 @@ class AttemptSupervisor:
         stuck = attempt.watch.stuck(workers)
         if stuck is None:
             return
-        lost = attempt.rank_without({node.id for node in answering(nodes(leaving=True))})
+        lost = attempt.rank_lost()
         if lost is not None:  # Ray may take minutes to say so, and the others wait for this one
             self._end_ranks(Killed("its node was lost", lost))
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import math
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from raytune_fsdp.plan.run_dir import METRICS_FILE, RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
 from raytune_fsdp.tune.place import SWEEP_FILE, SweepDir
-from raytune_fsdp.tune.space import base_of, differing
+from raytune_fsdp.tune.space import base_of, differing, is_run_name
 from raytune_fsdp.tune.spec import SweepSpec
 
 _MOST_STEPS = 1 << 62
@@ -126,9 +125,8 @@ def check_begins(spec: SweepSpec) -> None:
     """Refuse to begin a sweep whose trials have been measured: nothing says on what, and no process would be started
     that finds out. Raises ResumeError."""
     place = SweepDir.of(spec)
-    own = re.compile(re.escape(spec.name) + "-[0-9]{3}(-s[0-9]+)?(-g[0-9]+)?")
     there = sorted(place.path.parent.glob(f"{glob.escape(spec.name)}-*"))
-    measured = [path for path in there if own.fullmatch(path.name) and _is_measured(path)]
+    measured = [path for path in there if is_run_name(path.name, spec.name) and _is_measured(path)]
     if measured:
         raise ResumeError(
             f"{measured[0]} has been measured already, and the sweep has no log ({place.log}), so nothing says on "
