@@ -26,6 +26,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def round_of_torchrun() -> int:
+    """Return how often torchrun has started the ranks again (`--max-restarts`). Its store outlives each round."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def ranks_here() -> int:
     """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

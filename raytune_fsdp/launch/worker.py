@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from raytune_fsdp.base.batch import Stop
 from raytune_fsdp.base.errors import DamagedError, DataError, HandedOver, Interrupted, TrainingError
@@ -36,8 +36,16 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups: bool = False) -> None:
-    """Make the process group: alone, or with the ranks that the environment describes.
+def join(
+    device: torch.device,
+    *,
+    alone: bool,
+    minutes: float = 30.0,
+    subgroups: bool = False,
+    at: tuple[Store, int, int] | None = None,
+) -> None:
+    """Make the process group: alone, or with others. `at`: the store where they meet, this process's rank, and how many
+    they are; without it the environment says that.
 
     `minutes` is `cluster.collective_minutes`; with NCCL, torch's default is 10. `subgroups`: the ranks will be divided,
     as by `hybrid_shard`, `replicate`, `reduce: hierarchical` and `parallel.mesh`.
@@ -52,9 +60,9 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
     bound = device if device.type == "cuda" and not subgroups else None
     if alone:
         # A store in memory: the default store would read addresses from the environment and open a port.
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
-    else:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+        at = HashStore(), 0, 1
+    store, rank, world = at or (None, -1, -1)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
 
 
 @contextmanager

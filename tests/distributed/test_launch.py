@@ -164,18 +164,25 @@ def test_without_ray_and_the_extras(tmp_path: Path, launch: str) -> None:
     assert refused.returncode == 2 and "cluster.launch=ray, but Ray is not installed" in refused.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_run(tmp_path: Path) -> None:
+    """A rank dies after a few steps, and torchrun starts all of them again."""
     ours = make_config(tmp_path, GPT2, train=TRAIN, parallel={"precision": "fp32"})
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    config = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2})
-    theirs = run(*torchrun, *job("--config", str(config), "--run.name", "torchrun")[1:])
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1",
+    ]  # fmt: skip
+    config = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2}, checkpoint={"every": 2})
+    (faults := tmp_path / "faults").mkdir()
+    (faults / "forward-1-4").touch()
+    env = {**environment(), "FAULTS": str(faults), "PYTHONPATH": f"{ROOT / 'tests' / 'ray' / 'faults'}:{ROOT}"}
+    theirs = run(*torchrun, *job("--config", str(config), "--run.name", "torchrun")[1:], env=env)
     assert theirs.returncode == 0, theirs.stderr
+    assert not list(faults.iterdir())
     assert read_trajectory(tmp_path / "runs" / "torchrun" / "metrics.jsonl") == trajectory(ours, 2)
 
 
-@pytest.mark.parametrize(
-    ("workers", "kind"), [pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow), (2, signal.SIGINT)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal.Signals) -> None:
     """SIGTERM to the process that was started, as schedulers do; SIGINT to all, as a terminal does for Ctrl-C.
 
@@ -229,6 +236,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 30
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_takes_the_run_with_it_and_is_named(tmp_path: Path) -> None:
     config = write_config(
         tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2}, train={**TRAIN, "max_steps": 100_000}
