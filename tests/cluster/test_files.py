@@ -705,6 +705,7 @@ def test_a_run_whose_driver_or_head_is_lost_is_submitted_again(
     assert ups.count(RESTART) == outcomes.count("Ray lost"), "a restart would end a run that goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refuses", "answer", "code", "made", "said"),
     [
@@ -725,6 +726,7 @@ def test_a_ray_that_this_shell_cannot_ask_is_not_started_again(
     assert not [words for words in found["said"] if words[:2] == ["job", "submit"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_head_that_refuses_this_shell_is_known_by_what_ray_says(status: int, tmp_path: Path) -> None:
     """Ray's own program; what answers it is not a head."""

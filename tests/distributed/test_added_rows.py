@@ -171,6 +171,7 @@ def test_rows_that_the_base_has_no_place_for_are_merged_or_not_exported(tmp_path
     assert torch.equal(merged, torch.cat([stored, rows]))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_as_a_model(tmp_path: Path) -> None:
     """A run that learns nothing, of every weight, ends with the rows; its tokens are tokens of that model."""
     first = config_of(tmp_path, "llama", parallel={"precision": "fp32"})

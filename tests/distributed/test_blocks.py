@@ -78,12 +78,13 @@ def run_modes(
     return rows, sent, [dict(zip(modes, gradients, strict=True)) for _, gradients in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "precision", "world"),
     [
-        pytest.param(UNTIED, "fp32", 1, id="llama-fp32-1", marks=pytest.mark.slow),
-        pytest.param(UNTIED, "bf16", 1, id="llama-bf16-1", marks=pytest.mark.slow),
-        pytest.param(DROPOUT, "fp32", 2, id="gpt2-fp32-2", marks=pytest.mark.slow),
+        pytest.param(UNTIED, "fp32", 1, id="llama-fp32-1"),
+        pytest.param(UNTIED, "bf16", 1, id="llama-bf16-1"),
+        pytest.param(DROPOUT, "fp32", 2, id="gpt2-fp32-2"),
         pytest.param(UNTIED, "bf16", 2, id="llama-bf16-2"),
     ],
 )

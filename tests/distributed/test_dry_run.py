@@ -48,7 +48,8 @@ def with_a_run(directory: Path) -> None:
         file.write_text(text)
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
 def test_two_steps_are_measured_and_nothing_is_left(tmp_path: Path, launcher: str) -> None:
     held_out = {"eval": {"fraction": 0.1}} if launcher == "local" else {}
     config = write_config(

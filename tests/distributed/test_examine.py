@@ -13,6 +13,7 @@ from tests.models import save_checkpoint
 from tests.runs import make_config
 
 
+@pytest.mark.slow
 def test_several_ranks_measure_what_one_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,8 @@ def evaluated(directory: Path, name: str) -> Any:
     return read_evaluations(directory / "runs" / name / "metrics.jsonl", STEPS)[STEPS]
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_how_weights_travel_changes_nothing(tmp_path: Path, world: int) -> None:
     """To the bit, also where ranks have unequal numbers of rows, evaluations included; and both differ from bf16."""
     kinds: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ def prepare_on_rank0_again(values: dict[str, Any]) -> None:
     raise AssertionError(str(refused.value))
 
 
-@pytest.mark.parametrize(("first", "then"), [("bf16", "fp8"), ("fp8", "bf16")])
+@pytest.mark.parametrize(("first", "then"), [("bf16", "fp8"), pytest.param("fp8", "bf16", marks=pytest.mark.slow)])
 def test_checkpoints_are_those_of_bf16(tmp_path: Path, first: str, then: str) -> None:
     """The same tensors of the same types, with which a run in the other precision begins."""
     base = config_of(tmp_path, "first", precision=first)

@@ -61,7 +61,7 @@ def kernels(config: FinetuneConfig) -> dict[str, Any]:
     ("name", "method"),
     [
         ("qwen3_next", {}),
-        ("falcon_h1", LORA),
+        pytest.param("falcon_h1", LORA, marks=SLOW),
         pytest.param("qwen3_next", LORA, marks=SLOW),
         *(
             pytest.param(name, {}, marks=SLOW)

@@ -50,6 +50,7 @@ def test_exact_runs_have_the_same_bits_at_any_world(tmp_path: Path) -> None:
     assert runs[1][2].keys() >= {"eval/held_out/loss", "eval/held_out/kl", "eval/held_out/rewards_chosen"}
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_asked_in_every_step_says_the_same(tmp_path: Path) -> None:
     """On three ranks, which have fillers in every step, and ask it once for both passes; with an evaluation."""
     runs = []

@@ -85,7 +85,11 @@ def _peaks(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "starcoder2", "mixtral", "gpt_oss", pytest.param("llama in fp8", marks=pytest.mark.slow)]
+    "name",
+    [
+        "mixtral",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "starcoder2", "gpt_oss", "llama in fp8")),
+    ],
 )
 def test_loading_holds_the_shard_and_two_tensors_at_most(tmp_path: Path, name: str) -> None:
     for place, sizes in (("small", {}), ("large", {**LARGE, **MORE.get(name, {})})):

@@ -47,6 +47,7 @@ def test_minus_the_log_probability_is_the_run_without_it(tmp_path: Path) -> None
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_with_exact_sums_worlds_agree_to_the_bit_and_it_goes_on(tmp_path: Path) -> None:
     """In fp32; begun on three ranks and continued on two."""
     sections: Any = {"parallel": {"precision": "fp32"}, "run": {"exact": True, "digest_every": 3}}

@@ -16,6 +16,7 @@ QUICK = ("tiny, alone", "tiny, full_shard")
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_steps_take_what_is_planned(tmp_path: Path, name: str) -> None:
     world, architecture, sections = CASES[name]

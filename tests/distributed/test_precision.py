@@ -179,6 +179,7 @@ def test_any_optimizer_skips_what_is_not_finite(tmp_path: Path) -> None:
     assert all(result["error"] is None and result["kept"] == bad for result in results)
 
 
+@pytest.mark.slow
 def test_fp16_is_near_fp32(tmp_path: Path) -> None:
     curves = {
         precision: trajectory(

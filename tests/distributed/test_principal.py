@@ -156,9 +156,10 @@ def test_a_decomposition_in_place_is_torchs(shape: tuple[int, int], turned: bool
     assert torch.equal(b, q[:, :16]) and torch.equal(a, r[:16])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kind", "init"),
-    [("llama", "qlora", "pissa"), ("gpt2", "lora", "olora"), pytest.param("gpt2", "qlora", "pissa", marks=SLOW)],
+    [("llama", "qlora", "pissa"), ("gpt2", "lora", "olora"), ("gpt2", "qlora", "pissa")],
 )
 def test_who_takes_a_weight_apart_and_when_changes_no_bit(tmp_path: Path, model: str, kind: str, init: str) -> None:
     """One weight at a time or many ahead, by one rank or by all."""

@@ -77,6 +77,7 @@ def _bytes_of(config: FinetuneConfig, prepared: Any, standing: Any, fill: str) -
     return found
 
 
+@pytest.mark.slow
 def test_the_bytes_are_the_same_at_every_world_and_however_they_are_read(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", QLORA, **FP32)
     (first,) = resident_ranks(_bytes_of, 1, config, *prepare(config, 1), "sharded")

@@ -137,7 +137,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("gpt_oss", {**EXPERTS, "type": "qlora"}),
+        pytest.param("gpt_oss", {**EXPERTS, "type": "qlora"}, marks=SLOW),
         ("qwen3_moe", {"type": "full"}),
         pytest.param("gpt_oss", EXPERTS, marks=SLOW),
         pytest.param("gpt_oss", {"type": "full"}, marks=SLOW),

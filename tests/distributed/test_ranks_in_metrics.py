@@ -102,17 +102,15 @@ def slowed(values: Mapping[str, Any], slow: int, what: str, times: float) -> Non
     train_rank(values)
 
 
-ON_A_QUIET_MACHINE = pytest.mark.slow  # where tests share two cores, every rank is stopped now and then
-
-
+@pytest.mark.slow  # where tests share two cores, every rank is stopped now and then
 @pytest.mark.parametrize(
     ("world", "what", "times"),
     [
-        pytest.param(2, "compute", 8, marks=ON_A_QUIET_MACHINE),
+        (2, "compute", 8),
         (3, "data", 0),
         (3, "storage", 0),
-        pytest.param(2, "compute", 3, marks=ON_A_QUIET_MACHINE),
-        pytest.param(4, "compute", 3, marks=ON_A_QUIET_MACHINE),
+        (2, "compute", 3),
+        (4, "compute", 3),
     ],
 )
 def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path, world: int, what: str, times: float) -> None:

@@ -364,6 +364,7 @@ def test_each_part_of_it_is_needed(alone: tuple[Path, dict[str, Any]], fault: st
     assert (bits(config) == expected[case]) == fault.startswith("nothing")
 
 
+@pytest.mark.slow
 def test_sums_that_are_passed_from_node_to_node_are_the_same(alone: tuple[Path, dict[str, Any]]) -> None:
     """Steps of five micro-batches begin on another rank each time, so that the turn of a node may come twice."""
     directory, expected = alone

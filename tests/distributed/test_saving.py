@@ -233,7 +233,7 @@ LATE = "checkpoint.timeout_minutes"
         pytest.param(0, "EIO", "EIO", 0.1, 0, marks=SLOW),
         pytest.param(1, "EIO", "EIO", 0.1, 0, marks=SLOW),
         pytest.param(0, "killed", "its writer", 0.1, 0, marks=SLOW),
-        (1, "killed", "its writer", 0.1, 0),
+        pytest.param(1, "killed", "its writer", 0.1, 0, marks=SLOW),
         pytest.param(0, "stall", LATE, 1.5, 5, marks=SLOW),
         pytest.param(1, "stall", LATE, 1.5, 5, marks=SLOW),
         pytest.param(0, "stall", LATE, 11, 60, marks=SLOW),
@@ -352,6 +352,7 @@ def test_the_last_save_must_succeed(tmp_path: Path) -> None:
     assert trajectory(config, 2)[-1]["step"] == 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_demand(tmp_path: Path, whole: Any) -> None:
     from raytune_fsdp.cli.checkpoint import main
 

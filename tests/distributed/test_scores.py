@@ -53,14 +53,15 @@ def test_a_plain_loop_and_all_worlds_agree(tmp_path: Path, name: str, packing: s
     assert max(losses) - min(losses) > 1e-3, "the comparison means nothing if nothing is learned"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "method"),
     [
-        pytest.param(GPT2, {"type": "full"}, marks=SLOW, id="gpt2-full"),  # tied
+        pytest.param(GPT2, {"type": "full"}, id="gpt2-full"),  # tied
         pytest.param(LLAMA, {"type": "lora", "rank": 2, "alpha": 4}, id="llama-lora"),
-        pytest.param(LLAMA, {"type": "full"}, marks=SLOW, id="llama-full"),
-        pytest.param(GPT2, {"type": "lora", "rank": 2, "alpha": 4}, marks=SLOW, id="gpt2-lora"),
-        pytest.param(LLAMA, {"type": "freeze", "trained": ["mlp"]}, marks=SLOW, id="llama-freeze"),
+        pytest.param(LLAMA, {"type": "full"}, id="llama-full"),
+        pytest.param(GPT2, {"type": "lora", "rank": 2, "alpha": 4}, id="gpt2-lora"),
+        pytest.param(LLAMA, {"type": "freeze", "trained": ["mlp"]}, id="llama-freeze"),
     ],
 )
 def test_a_base_that_predicts_tokens_gets_a_head_and_goes_on(
@@ -135,9 +136,8 @@ def test_exact_runs_have_the_same_bits_at_any_world(
     assert len(evaluations) == 2 and evaluations[0].keys() >= {f"eval/held_out/{each}" for each in measured}
 
 
-@pytest.mark.parametrize(
-    ("name", "world"), [("reward centred", 2), pytest.param("classification weighted", 4, marks=SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), [("reward centred", 2), ("classification weighted", 4)])
 def test_ranks_that_share_samples_learn_what_one_learns(tmp_path: Path, name: str, world: int) -> None:
     """Pairs are cut between ranks, which put their scores together."""
     runs = {}

@@ -41,7 +41,7 @@ LLAMA_FP64 = (1e-8, 1e-6)
 CASES = [
     # Four ranks with a head each, hidden dropout, a block that each of them has in parts; then keys and values of fewer
     # heads than ranks, in two copies of the model.
-    pytest.param(GPT2_4, 4, 4, "fp64", {}, {}, FP64, id="gpt2-dropout"),
+    pytest.param(GPT2_4, 4, 4, "fp64", {}, {}, FP64, id="gpt2-dropout", marks=SLOW),
     pytest.param(
         LLAMA, 4, 2, "fp32", {"strategy": "hybrid_shard", "shard_size": 2, "activation_checkpointing": "full"}, {},
         FP32, id="llama-hybrid",
@@ -49,6 +49,7 @@ CASES = [
     pytest.param(
         MIXTRAL, 2, 2, "fp32", {"activation_checkpointing": "selective"},
         {"router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.001}, FP32, id="mixtral",
+        marks=SLOW,
     ),
     pytest.param(LLAMA, 4, 4, "fp64", {}, {}, LLAMA_FP64, id="llama-keys-repeated", marks=SLOW),
     pytest.param(LLAMA, 4, 2, "fp64", {"strategy": "replicate"}, {}, LLAMA_FP64, id="llama-replicate", marks=SLOW),

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 SECTIONS = {"checkpoint": {"every": None}, "train": {"max_steps": 600}}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_functions_that_raise_block_and_flood_and_a_stop_change_nothing_of_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

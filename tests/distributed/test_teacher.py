@@ -220,7 +220,8 @@ def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) ->
     train_rank(values)
 
 
-@pytest.mark.parametrize("many", [3, pytest.param(8, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("many", [3, 8])
 def test_kills_in_the_pass_and_in_training_change_nothing(tmp_path: Path, teacher: Path, many: int) -> None:
     whole = lessons(tmp_path / "whole", teacher, checkpoint={"every": 2})
     wanted = trajectory(whole, 2)

@@ -143,6 +143,7 @@ def test_steps_send_what_is_predicted(
             check(step, predicted, numbers=sections.get("method") != QLORA and not narrow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "hops"), [(8, 2), (7, 2.5)])
 def test_sums_that_are_passed_from_node_to_node(tmp_path: Path, blocks: int, hops: float) -> None:
     """On average over ranks and four steps: the first node of a step gets the owners' rows, the others get the sum."""
@@ -184,6 +185,7 @@ def moved_by_nodes(configs: Sequence[Mapping[str, Any]], per_node: int) -> Any:
     return [_moved(FinetuneConfig.model_validate(values), 4, per_node) for values in configs]
 
 
+@pytest.mark.slow
 def test_in_units_of_all_weights(tmp_path: Path) -> None:
     """On two ranks: all weights three times for `full_shard`, twice for the others; and in `bf16`, whose gradients are
     summed in fp32, no more bytes than `replicate`."""

@@ -141,6 +141,7 @@ def waiting_alone(rank: int, port: int, found: Any, imported: Any) -> None:
             found.put((0.0, "it did not wait"))
 
 
+@pytest.mark.slow
 def test_a_rank_gives_up_waiting_for_one_that_hangs() -> None:
     """After `cluster.collective_minutes`, here 3 seconds."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -210,6 +210,7 @@ def with_a_process_that_sees_no_end() -> list[str]:
     return [each.name() for each in (worker, child) if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_ray_of_a_run() -> None:
     assert run_alone(with_a_process_that_sees_no_end) == []
 

@@ -36,7 +36,6 @@ from tests.rows import make_windows, token_rows
 SEED = 5
 LENGTHS = [2 + (7 * i) % 15 for i in range(83)]
 
-SLOW = pytest.mark.slow
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -157,9 +156,8 @@ def samples_of(windows: Windows) -> list[int]:
     return [len(windows.get(0, k)[0].samples) for k in range(windows.count(0))]
 
 
-@pytest.mark.parametrize(
-    ("world", "blocks", "micro"), [pytest.param(1, 2, 8, marks=SLOW), (2, 3, 2), pytest.param(3, 2, 3, marks=SLOW)]
-)
+@pytest.mark.slow  # in `make test`, a run on Ray is compared with one without (test_run.py)
+@pytest.mark.parametrize(("world", "blocks", "micro"), [(1, 2, 8), (2, 3, 2), (3, 2, 3)])
 def test_every_rank_gets_what_it_gets_without_ray(
     tmp_path: Path, ranks: list[Any], world: int, blocks: int, micro: int
 ) -> None:

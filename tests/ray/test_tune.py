@@ -58,6 +58,7 @@ def newest(config: FinetuneConfig) -> int:
     return int(found["trajectory"]["step"]) if found else 0
 
 
+@pytest.mark.slow
 def test_a_process_trains_one_run_after_another_and_ends_after_its_program(tmp_path: Path) -> None:
     config = measured(tmp_path, 1000, train=LONG)
     place, env = RunDir.of(config), {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

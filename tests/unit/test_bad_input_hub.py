@@ -108,6 +108,7 @@ def test_no_network(tmp_path: Path) -> None:
     assert "\n" not in line
 
 
+@pytest.mark.slow
 def test_a_hub_that_never_answers(silent_hub: str, tmp_path: Path) -> None:
     (line,) = locate(silent_hub, tmp_path, ("someone/some-model", None))
     says(line, "hub cannot be reached", f"no answer within {HUB_SECONDS} s", "path of a downloaded model")
@@ -127,6 +128,7 @@ def test_a_model_in_the_cache_needs_no_network(tmp_path: Path) -> None:
     says(other, "at revision other", "not in the local cache")
 
 
+@pytest.mark.slow
 def test_the_command_without_a_network(tmp_path: Path) -> None:
     words = flags(tmp_path, model__path="someone/some-model")
     command = [sys.executable, "-m", "raytune_fsdp.cli.main", "train", *words]

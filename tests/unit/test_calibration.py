@@ -127,6 +127,7 @@ def _config(directory: Path) -> Any:
     return make_config(directory, {**LLAMA, "num_hidden_layers": 3}, parallel={"precision": "fp32"}, train=train)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_sum_of_its_operations_and_of_what_moves(tmp_path: Path) -> None:
     config = _config(tmp_path)
     subject = ModelSpec.of(config)
@@ -154,6 +155,7 @@ def test_a_step_is_the_sum_of_its_operations_and_of_what_moves(tmp_path: Path) -
     assert low == pytest.approx(again.seconds.step / 1.25) and high == pytest.approx(again.seconds.step / 0.75)
 
 
+@pytest.mark.slow
 def test_plans_on_a_measured_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, run = tmp_path / "here.json", tmp_path / "run.yaml"
     write_calibration(MADE, file)

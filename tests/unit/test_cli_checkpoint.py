@@ -113,7 +113,7 @@ def test_a_mean_of_more_checkpoints_than_there_are_is_refused(
     assert not (tmp_path / "mean").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_that_nobody_trains_is_refused_within_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

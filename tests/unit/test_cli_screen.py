@@ -163,6 +163,7 @@ def test_whoever_prints_prints_above_the_region() -> None:
     assert session.screen.lines == [*expected, "end"]
 
 
+@pytest.mark.slow
 def test_the_region_does_not_flicker() -> None:
     """After each write all of it is there, once, at the end; and there are ten writes a second at most."""
     with on_terminal(program(150, pause=0.01), columns=60, rows=10) as session:
@@ -225,6 +226,7 @@ def test_a_region_that_is_killed_ends_nothing(tmp_path: Path) -> None:
     assert done.exists() and "end" in session.screen.text
 
 
+@pytest.mark.slow
 def test_another_size_of_the_terminal_is_seen(tmp_path: Path) -> None:
     with on_terminal(program(3, go=tmp_path / "go"), columns=100, rows=12) as session:
         session.shows("loss 1.5")

@@ -270,7 +270,7 @@ def test_checkpoints_that_take_too_long() -> None:
     assert storage.judge_speed("x", 5e7, None, 30).status == "warning"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_lock_of_a_process_that_is_gone_and_of_one_that_lives(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     place = RunDir.of(config)
@@ -363,10 +363,8 @@ def test_a_model_that_lacks_a_file(tmp_path: Path) -> None:
     assert "model-00002-of-00002.safetensors" in found.found and found.fix == "download the model again"
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "kind", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("incomplete", "complete"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "incomplete", "complete"])
 def test_a_hub_that_cannot_be_reached(tmp_path: Path, kind: str) -> None:
     """What the cache has decides."""
     commit = "0" * 40
@@ -441,7 +439,7 @@ def test_the_hash_of_the_code_is_that_of_this_tree(here: dict[str, Any]) -> None
     assert here["own"][0] == __version__ and len(here["own"][1]) == 10
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_too_little_shared_memory_and_too_few_files(tmp_path: Path, here: dict[str, Any]) -> None:
     assert machines.check_limits(here, "here") == []
     docker = machines.check_limits({**here, "shm": 64 << 20, "open_files": (1024, 4096)}, "here")
@@ -528,6 +526,7 @@ def test_a_driver_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert machines.check_gpus(node.look(), "here", device="cuda")[0].status == "problem"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("patient")
 def test_no_gpu_where_one_is_asked_for(tmp_path: Path) -> None:
     findings = checkup.Checkup(make_config(tmp_path, cluster={"device": "cuda"})).findings()

@@ -96,7 +96,7 @@ def dies(send: own_process.Send) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_process_that_is_slow_is_told_from_what_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither is waited for longer than it has to be."""
     monkeypatch.setattr(deadline, "HANGS_SECONDS", 0.5)

@@ -140,6 +140,7 @@ def test_what_does_not_fit_is_left_for_the_next_call(tmp_path: Path, capsys: pyt
     assert "| short | 1 |" in the_page(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_piece_gets_what_is_left_if_that_may_do(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     hangs = piece("hangs", endless, seconds=200, least=2, pids=str(pids))
@@ -369,7 +370,7 @@ def rehearse(directory: Path, seconds: float, number: int) -> tuple[float, dict[
     return took, json.loads((out / "evidence.json").read_text())["pieces"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_both_commands_on_a_cpu_in_a_fifth_of_their_time(tmp_path: Path) -> None:
     from benchmarks.gpu.pieces import SCALES, pieces_of
 
@@ -398,7 +399,7 @@ def test_the_text_to_paste_is_short_and_its_limits_are_the_real_ones() -> None:
 _ABSENT = ("ray", "mlflow", "datasets", "hypothesis", "xdist", "pytest_timeout", "importlinter", "trl", "matplotlib")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_gpu_tests_collect_on_a_bare_machine(tmp_path: Path) -> None:
     """Of what pytest and its plugins are, and of what only extras bring, nothing else is there."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -204,6 +204,7 @@ def test_another_program_is_refused(node: Node, tmp_path: Path) -> None:
     assert not json.loads(done.stdout)["forked"] and f"{other} is not {node.script}" in node.log()
 
 
+@pytest.mark.slow
 def test_another_namespace_is_refused(node: Node) -> None:
     """Containers of one machine may share /tmp."""
     elsewhere = ["unshare", "--user", "--map-current-user"]
@@ -213,6 +214,7 @@ def test_another_namespace_is_refused(node: Node) -> None:
     assert "its control groups or namespaces differ" in node.log()
 
 
+@pytest.mark.slow
 def test_where_an_import_has_used_a_gpu_python_starts_as_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a_user_of_gpus.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
     node = Node(tmp_path / "t", names="torch numpy a_user_of_gpus")
@@ -248,6 +250,7 @@ def _worker_of(asked: subprocess.Popen[str]) -> psutil.Process:
     raise AssertionError("there is no worker")
 
 
+@pytest.mark.slow
 def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp_path: Path) -> None:
     node = Node(tmp_path / "t")
     kept = node.connected()
@@ -264,6 +267,7 @@ def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp
     kept.close()
 
 
+@pytest.mark.slow
 def test_who_gives_up_becomes_the_worker_and_there_is_no_second_one(tmp_path: Path) -> None:
     """Ray would have two processes with the identity of one worker."""
     node = Node(tmp_path / "t")
@@ -283,6 +287,7 @@ def test_who_gives_up_becomes_the_worker_and_there_is_no_second_one(tmp_path: Pa
     templates.release(kept)
 
 
+@pytest.mark.slow
 def test_it_ends_when_nobody_wants_it(tmp_path: Path) -> None:
     node = Node(tmp_path / "t", linger=1.0)
     kept = node.connected()

@@ -244,6 +244,7 @@ def test_whatever_a_tokenizer_is_read_from_is_fetched(name: str) -> None:
     assert [*filter_repo_objects([name], allow_patterns=_SMALL_FILES)] == [name]
 
 
+@pytest.mark.slow
 def test_exports_ask_for_no_more_weights_than_ranks_have_fetched(
     hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_headers_are_read_through_what_sends_files_whole(hub: FakeHub, machines:
     assert all(stop < size for _, stop in sent(hub)["model.safetensors"])
 
 
+@pytest.mark.slow
 def test_a_file_whose_name_is_a_pattern_is_fetched(
     hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
 ) -> None:
@@ -428,6 +430,7 @@ def test_what_a_mirror_lists_or_sends_stays_within_the_cache_and_its_size(
     assert victim.read_text() == "precious" and not list(home.rglob("*.incomplete"))
 
 
+@pytest.mark.slow
 def test_hashing_is_no_silence(hub: FakeHub, machines: Machines, tmp_path: Path) -> None:
     """Of a file that takes longer to hash than all ranks would wait without a byte."""
     hub.add(NAME, save_checkpoint(tmp_path / "model", "llama"))
@@ -437,6 +440,7 @@ def test_hashing_is_no_silence(hub: FakeHub, machines: Machines, tmp_path: Path)
     assert machines.ask(hub, tmp_path / "hf", ("slow", NAME, values)) == [[]]
 
 
+@pytest.mark.slow
 def test_refusals_name_the_machine_and_its_cache_before_anything_is_fetched(
     hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
 ) -> None:

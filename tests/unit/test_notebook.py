@@ -35,7 +35,7 @@ def test_it_is_a_notebook_without_outputs() -> None:
         assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_its_cells_run_in_an_empty_directory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PLAY, str(NOTEBOOK)], cwd=tmp_path, capture_output=True, text=True, check=False,

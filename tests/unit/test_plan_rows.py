@@ -62,7 +62,7 @@ def planned(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_rows_that_can_be_counted_are(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

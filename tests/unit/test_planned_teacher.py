@@ -28,6 +28,7 @@ def config_of(**teacher: Any) -> FinetuneConfig:
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_teacher_is_planned_with_its_own_sizes() -> None:
     cluster = Cluster(device=find_device("H100"))
     config = config_of()

@@ -62,6 +62,7 @@ def test_the_next_step_down_is_one_that_frees() -> None:
     assert names == ["recompute=selective", "recompute=full", "micro_batch=2", "micro_batch=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "method", "mesh"),
     [(1, {}, {}), (4, {}, {"tensor": 2}), (1, {"type": "lora", "rank": 2}, {}), (4, {"type": "lora", "rank": 2}, {})],
@@ -88,6 +89,7 @@ def test_there_is_a_last_step_down() -> None:
     assert step_down(subject, config, found) is None
 
 
+@pytest.mark.slow
 def test_ways_to_move_less_are_valid_and_faster() -> None:
     config = config_of(WIDE, train={"micro_batch": 1, "global_batch": 64})
     subject, found = look(config, 16, speed="1Gbps")
@@ -113,6 +115,7 @@ def test_ways_to_move_less_are_valid_and_faster() -> None:
     assert "nothing that learns the same and fits is faster" in advice(least, found, [])[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "speed", "world", "expected"),
     [
@@ -130,6 +133,7 @@ def test_what_hardware_lacks_is_said(gpu: str, speed: str, world: int, expected:
     assert expected not in ids(advice(config, fine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lr", "tokens", "billions", "high"),
     # Ten times 2e-5 for 262,144 tokens, and half of that for a quarter of them.
@@ -165,6 +169,7 @@ def test_a_notice_that_is_too_short_for_a_save_is_said() -> None:
     assert not said("aws", small, None), "any storage saves that in time"
 
 
+@pytest.mark.slow
 def test_experts_sleep() -> None:
     _, found = look(config_of(EXPERTS), 2)
     # Two of eight experts, of three matrices of 64 x 32 in each of eight layers.
@@ -192,8 +197,8 @@ def too_long(config: FinetuneConfig, world: int, memory: int) -> tuple[ModelSpec
     return subject, replace(found, cluster=cluster)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("members", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("members", [2, 4])
 def test_the_fewest_ranks_that_have_to_share_samples(members: int) -> None:
     config = config_of(LLAMA, **LONG, parallel={"activation_checkpointing": "full"})
     changes = {"parallel.mesh.sequence": members}
@@ -229,7 +234,7 @@ def test_what_is_computed_again_beside_ranks_that_share_samples() -> None:
     assert shared(subject, config, found) is None, "what is too much no mesh divides"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_fewest_ranks_that_have_to_share_layers() -> None:
     """What is too much are gathered weights, which ranks that share samples have all of."""
     sections = {**LONG, "data": {"seq_len": 32}, "parallel": {"activation_checkpointing": "full"}}

@@ -85,7 +85,7 @@ CONFIGS = {
 }
 
 
-QUICK = ("full_shard", "hybrid", "alone", "lora alone", "freeze", "experts")
+QUICK = ("full_shard", "lora alone")
 
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
@@ -122,7 +122,7 @@ def test_what_stays_is_what_the_shapes_say() -> None:
     assert planned(config, 2).peak["gradients"] == 4 * numbers
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_one_rank_has_its_frozen_weights_once() -> None:
     """By the shapes: all that is gathered is a 16-bit copy of the adapters."""
     found = planned(config_of(LLAMA, method={"type": "lora"}), 1)
@@ -135,7 +135,7 @@ def test_one_rank_has_its_frozen_weights_once() -> None:
     assert 2 * trained <= found.peak["gathered"] <= 2 * trained + 6 * trained
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_8b_with_adapters_fits_a_card_without_recomputation() -> None:
     from benchmarks.gpu.training import config_of as piece
     from raytune_fsdp.predict.devices import DEVICES
@@ -150,6 +150,7 @@ def test_an_8b_with_adapters_fits_a_card_without_recomputation() -> None:
     assert found.needed <= 66 * 2**30
 
 
+@pytest.mark.slow
 def test_flash_attention_pads_each_document_in_backward() -> None:
     """By its source: 128 rows in fp32, of each head's width and a sum."""
     peaks = [planned(config_of(LLAMA), 2, documents=many).peak["activations"] for many in (4000, 8000)]
@@ -172,7 +173,7 @@ def test_ranks_that_share_samples_have_their_part_of_the_activations(recompute: 
     assert 0.25 <= activations[4] / activations[1] <= 0.30
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_exact_run_needs_as_much_memory_in_bf16_and_a_unit_more_in_fp32() -> None:
     """A rank has what it sends and what it gets of a unit's gradients: in bf16 both are as large as one in fp32.
 

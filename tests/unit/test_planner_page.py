@@ -44,7 +44,7 @@ def on_hardware() -> list[Any]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gpus", "nodes", "device"), on_hardware())
 def test_every_recipe_fits_the_hardware_that_it_names(name: str, gpus: int, nodes: int, device: str) -> None:
     config = load_config(name)
@@ -169,7 +169,7 @@ def test_what_cannot_be_planned_is_refused(
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_plan_says_how_long_saves_and_stops_take_and_what_a_notice_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_config_json_takes_the_place_of_a_model_that_is_not_here(
     assert found["fits"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({json.dumps(v["config"]): k for k, v in bundled().items()}.values()))
 def test_bundled_architectures_have_as_many_weights_as_their_models(name: str) -> None:
     known = bundled()[name]

@@ -52,6 +52,7 @@ def planned(world: int = 2, architecture: dict[str, Any] = LLAMA, **sections: An
     return predict(ModelSpec.of(config), config, world, Cluster(device=find_device("A100-80GB"), between=50e9))
 
 
+@pytest.mark.slow
 def test_copies_to_the_host_take_their_time() -> None:
     here = planned().seconds
     wide = {**LLAMA, "intermediate_size": 4096}  # tensors of less than a MiB stay
@@ -67,7 +68,7 @@ def test_copies_to_the_host_take_their_time() -> None:
     assert weights.seconds.update > here.update  # a host's memory is slower
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_preferences_take_the_head_twice_and_kto_the_network() -> None:
     def step(objective: str, format: str) -> float:
         rows = [{"path": "rows.jsonl", "format": {"type": format}}]
@@ -82,7 +83,7 @@ def test_preferences_take_the_head_twice_and_kto_the_network() -> None:
     assert 1.2 < step("kto", "binary") < 1.4
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_teacher_takes_little_more_of_the_head() -> None:
     """A pass more over its logits at another temperature, in the memory of a chunk; on parts of the tokens, too."""
     wide = {**LLAMA, "vocab_size": 4096}
@@ -99,6 +100,7 @@ def test_a_teacher_takes_little_more_of_the_head() -> None:
     assert found(1.0, sequence=2).memory.total < learning.memory.total
 
 
+@pytest.mark.slow
 def test_a_step_is_inside_of_its_interval() -> None:
     for found in (
         planned(),
@@ -119,6 +121,7 @@ def test_a_plan_draws_no_random_numbers() -> None:
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_flex_attention_is_planned_as_a_kernel_like_it() -> None:
     assert planned(model={"attention": "flex_attention"}).memory == planned().memory
 

@@ -216,7 +216,7 @@ def test_flags_that_do_not_go_together(
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted() -> None:
     command = ["plan", "--config", "llama2-70b-full-16xa100", "--world-size", "16", "--gpu", "H100", "--serve"]
     run = [sys.executable, "-m", "raytune_fsdp.cli.main", *command, "--no-browser"]

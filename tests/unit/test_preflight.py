@@ -134,6 +134,7 @@ def test_a_way_out_is_looked_for_longer_before_a_refusal_than_before_a_warning(
     assert len(asked) == tried
 
 
+@pytest.mark.slow
 def test_more_ranks_are_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "CONTEXT", 0)
     config, run, plan = prepared(tmp_path, activation_checkpointing="full")
@@ -145,6 +146,7 @@ def test_more_ranks_are_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         check_memory(config, run, plan, alone, kind="cpu", memory=four.needed, forced=False)
 
 
+@pytest.mark.slow
 def test_fewer_ranks_are_a_way_out_where_they_share_memory(tmp_path: Path) -> None:
     config, run, _ = prepared(tmp_path, activation_checkpointing="full")
     eight = resolve(config, 8)
@@ -167,6 +169,7 @@ def test_a_network_that_cannot_be_traced_is_trained_all_the_same(
     assert found == NotPredicted("NotImplementedError: aten::odd")
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_is_predicted_of_devices_that_are_known(tmp_path: Path) -> None:
     config, run, plan = prepared(tmp_path)
     found = {

@@ -32,7 +32,7 @@ def checkpoint(run: Path, identity: dict[str, Any], files: dict[str, list[str]] 
     (place / MANIFEST_FILE).write_text("{}")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_first_step_of_a_planted_divergence_is_found_in_100_000(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", 100_000, loss=falling)
     b = write_run(

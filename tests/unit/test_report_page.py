@@ -247,6 +247,7 @@ def test_an_old_record_and_a_damaged_one_have_a_page(tmp_path: Path) -> None:
     assert 'id="by-time"' not in found, "no line has a time"
 
 
+@pytest.mark.slow
 def test_whatever_a_stranger_has_written_the_page_is_made_and_small(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 90)
     odd = [1e308, -1e308, 10**400, "Infinity", "NaN", None, [1], {"a": [1]}, HOSTILE, True, "x" * 100_000, 1 << 60]

@@ -242,7 +242,7 @@ begin(rank.train_rank, None)
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(LOCAL, 3), (ON_RAY, 1)], ids=["local", "Ray"])
 def test_a_rank_answers_with_its_stacks_from_its_first_line_on(ranks: str, count: int) -> None:
     """By default the signal ends a process."""

@@ -97,6 +97,7 @@ def test_a_kernel_moves_what_a_fused_update_needs(case: str) -> None:
     assert round(needed / ROWS / COLUMNS, 1) == NEEDED[case], "weights, gradients and moments, in their types"
 
 
+@pytest.mark.slow
 def test_a_plan_counts_an_update_on_a_gpu_as_one_kernel() -> None:
     """Of the 11 layers two are traced, with 9 weights each, and three weights are in no layer."""
 
@@ -117,9 +118,8 @@ def test_a_plan_counts_an_update_on_a_gpu_as_one_kernel() -> None:
 # ---- bits ----
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "8bit" else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_graphs_have_the_bits_of_the_operations(kind: str, without_code: list[int]) -> None:
     """And there are few: one for each width of weights and way to keep them, whatever their rows and the step."""
     dtype = torch.float32 if kind == "muon" else torch.bfloat16
