@@ -61,13 +61,13 @@ class Turns:
     def monotonic(self) -> float:
         return (time.monotonic() if self.on else self._off_since) - self._still
 
-    def step(self) -> bool:
-        """Count a step; return whether it was the last one."""
+    def step(self, copying: bool) -> bool:
+        """Count a step; return whether it was the last one. `copying`: the end of a copy is not yet known."""
         self._steps += 1
         now = time.monotonic()
         if self._steps <= 0:
             self._since = now
-        writing = any(thread.name.startswith("save-") for thread in threading.enumerate())
+        writing = copying or any(thread.name.startswith("save-") for thread in threading.enumerate())
         if self._steps <= 0 or now - self._since < self._seconds or writing:
             return False
         self.found.append((self.on, (now - self._since) / self._steps, self.copies))
@@ -115,7 +115,7 @@ def train(
         if rank:
             return None
         assert own_clock is not None
-        over = counted.step()
+        over = counted.step(own_clock._copying)
         copies.clock = own_clock if counted.on else None
         return StopReason.SIGNAL if over else None
 
