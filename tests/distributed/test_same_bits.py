@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Mapping[str, Any], str, dict[str, Any]]] = {
 if torch.__version__ < "2.12":  # its FSDP takes no weights that are bytes
     del CASES["qlora"]
 SLOW = pytest.mark.slow
-TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 20}
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 12}
 
 
 def config_of(directory: Path, case: str, name: str, **sections: Any) -> FinetuneConfig:
