@@ -64,8 +64,10 @@ def test_what_becomes_of_a_task_is_not_noticed(tmp_path: Path) -> None:
 
     failed = [event["fields"] for event in events(run.run_dir, "evaluation_failed")]
     assert [fields["step"] for fields in failed] == [10, 20, 30], said
-    died = "its process died (killed, out of memory, or crashed)"
-    assert [fields["problem"] for fields in failed] == [died, "it had not ended after 0.6 minutes", died]
+    died, late = "its process died (killed, out of memory, or crashed)", "it had not ended after 0.6 minutes"
+    problems = [fields["problem"] for fields in failed]
+    assert problems[:2] == [died, late]
+    assert problems[2] in (died, late), "where its memory ends decides whether a process dies of it, or waits for ever"
     measured = read_metrics(run.run_dir / "evaluations.jsonl")
     assert [line["step"] for line in measured] == [40, 50, 60]
     by_ranks = {
