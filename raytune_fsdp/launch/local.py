@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
@@ -18,11 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.rendezvous import rendezvous
 
 from raytune_fsdp.base import errors
 from raytune_fsdp.base.batch import Progress
@@ -36,7 +34,7 @@ from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, hear_no_ctrl_c, listening, stacks_at_signal
-from raytune_fsdp.launch.torchrun import is_rank0, ranks_here, round_of_torchrun, under_torchrun, world_of_torchrun
+from raytune_fsdp.launch.torchrun import is_rank0, meeting, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.predict.preflight import preflight
@@ -54,7 +52,7 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.2
 """How soon a dead rank is noticed, in seconds."""
 _SIGN_SECONDS = 1.0
-_SIGNS, _PREPARED = "signs", "prepared"
+_SIGNS, _PREPARED = "raytune_fsdp/signs", "raytune_fsdp/prepared"
 """Keys of torchrun's store: how often rank 0 has said that it lives, and that the others may join it."""
 SHUTDOWN_SECONDS = 120
 """Ranks that have to end get this long to save, or to notice that another rank died. torch's default is 30."""
@@ -296,9 +294,7 @@ def _run_rank(
 
     minutes = config.cluster.collective_minutes
     with stop:
-        theirs, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=minutes)))
-        # What ranks of an earlier round have left there would be taken for what these say, as their addresses.
-        store = PrefixStore(f"raytune_fsdp/{round_of_torchrun()}", theirs)
+        store, _, _ = meeting(minutes)
         # Before rank 0 joins the others, who get the result then: the planner needs a process group of its own.
         if is_rank0():
             with _waited_for(store):
@@ -306,7 +302,7 @@ def _run_rank(
         else:
             _wait_for_rank0(store, minutes)
             found = look
-        _join(config, device, (store, rank, world))
+        _join(config, device)
         try:
             prepared, standing, predicted = on_rank0(found, what="prepare the run")
             standing = agree(config, prepared, lambda: standing)
@@ -390,12 +386,12 @@ def _wait_for_rank0(store: Store, minutes: float) -> None:
         ) from error
 
 
-def _join(config: FinetuneConfig, device: torch.device, at: tuple[Store, int, int] | None = None) -> None:
+def _join(config: FinetuneConfig, device: torch.device) -> None:
     parallel = config.parallel
     copies = parallel.strategy in ("hybrid_shard", "replicate")
     subgroups = copies or parallel.mesh.together > 1 or parallel.reduce == "hierarchical"
     os.environ.update(settings_of_nccl(config, os.environ))
-    join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups, at=at)
+    join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
 
 
 def _cause(failed: ChildFailedError, then: str) -> RaytuneError:

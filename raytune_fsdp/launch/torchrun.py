@@ -6,6 +6,11 @@ Ray Train sets some of the same variables for its workers, so code that runs und
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 def under_torchrun() -> bool:
@@ -26,9 +31,15 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def round_of_torchrun() -> int:
-    """Return how often torchrun has started the ranks again (`--max-restarts`). Its store outlives each round."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def meeting(minutes: float) -> tuple[Store, int, int]:
+    """Return the store where the ranks of a process group meet, this process's rank, and how many they are."""
+    from torch._C._distributed_c10d import PrefixStore  # imported here: few who ask for a rank need torch
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world = next(rendezvous("env://", timeout=timedelta(minutes=minutes)))
+    # With --max-restarts torchrun's store lives on: what earlier ranks have left there, such as their addresses, would
+    # be taken for what these say.
+    return PrefixStore(f"raytune_fsdp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, world
 
 
 def ranks_here() -> int:

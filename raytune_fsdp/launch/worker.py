@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore
 
 from raytune_fsdp.base.batch import Stop
 from raytune_fsdp.base.errors import DamagedError, DataError, HandedOver, Interrupted, TrainingError
@@ -17,7 +17,7 @@ from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.quiet import log_warnings
 from raytune_fsdp.launch.signals import SignalReceived
-from raytune_fsdp.launch.torchrun import local_rank
+from raytune_fsdp.launch.torchrun import local_rank, meeting
 from raytune_fsdp.model.compile_layers import settings_restored
 from raytune_fsdp.record.tracker import Status
 from raytune_fsdp.run.assemble import LauncherHooks, assemble
@@ -36,16 +36,8 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def join(
-    device: torch.device,
-    *,
-    alone: bool,
-    minutes: float = 30.0,
-    subgroups: bool = False,
-    at: tuple[Store, int, int] | None = None,
-) -> None:
-    """Make the process group: alone, or with others. `at`: the store where they meet, this process's rank, and how many
-    they are; without it the environment says that.
+def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups: bool = False) -> None:
+    """Make the process group: alone, or with the ranks that the environment describes.
 
     `minutes` is `cluster.collective_minutes`; with NCCL, torch's default is 10. `subgroups`: the ranks will be divided,
     as by `hybrid_shard`, `replicate`, `reduce: hierarchical` and `parallel.mesh`.
@@ -58,10 +50,8 @@ def join(
     # Name the device, so that NCCL connects at once and to this one, instead of guessing one from the rank. Not if
     # groups are divided: torch would then split this one, which nobody has tried for gloo together with NCCL.
     bound = device if device.type == "cuda" and not subgroups else None
-    if alone:
-        # A store in memory: the default store would read addresses from the environment and open a port.
-        at = HashStore(), 0, 1
-    store, rank, world = at or (None, -1, -1)
+    # A store in memory: the other one would read addresses from the environment and open a port.
+    store, rank, world = (HashStore(), 0, 1) if alone else meeting(minutes)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
 
 
