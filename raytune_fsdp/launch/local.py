@@ -34,7 +34,7 @@ from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, hear_no_ctrl_c, listening, stacks_at_signal
-from raytune_fsdp.launch.torchrun import is_rank0, meeting, ranks_here, under_torchrun, world_of_torchrun
+from raytune_fsdp.launch.torchrun import Meeting, is_rank0, meet, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, join, work
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.predict.preflight import preflight
@@ -53,7 +53,7 @@ _LOOK_SECONDS = 0.2
 """How soon a dead rank is noticed, in seconds."""
 _SIGN_SECONDS = 1.0
 _SIGNS, _PREPARED = "raytune_fsdp/signs", "raytune_fsdp/prepared"
-"""Keys of torchrun's store: how often rank 0 has said that it lives, and that the others may join it."""
+"""Keys of the store where ranks meet: how often rank 0 has said that it lives, and that the others may join it."""
 SHUTDOWN_SECONDS = 120
 """Ranks that have to end get this long to save, or to notice that another rank died. torch's default is 30."""
 
@@ -294,15 +294,15 @@ def _run_rank(
 
     minutes = config.cluster.collective_minutes
     with stop:
-        store, _, _ = meeting(minutes)
+        meeting = meet(minutes)
         # Before rank 0 joins the others, who get the result then: the planner needs a process group of its own.
         if is_rank0():
-            with _waited_for(store):
+            with _waited_for(meeting.store):
                 found = _beforehand(look)
         else:
-            _wait_for_rank0(store, minutes)
+            _wait_for_rank0(meeting.store, minutes)
             found = look
-        _join(config, device)
+        _join(config, device, meeting)
         try:
             prepared, standing, predicted = on_rank0(found, what="prepare the run")
             standing = agree(config, prepared, lambda: standing)
@@ -386,12 +386,12 @@ def _wait_for_rank0(store: Store, minutes: float) -> None:
         ) from error
 
 
-def _join(config: FinetuneConfig, device: torch.device) -> None:
+def _join(config: FinetuneConfig, device: torch.device, at: Meeting | None = None) -> None:
     parallel = config.parallel
     copies = parallel.strategy in ("hybrid_shard", "replicate")
     subgroups = copies or parallel.mesh.together > 1 or parallel.reduce == "hierarchical"
     os.environ.update(settings_of_nccl(config, os.environ))
-    join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups)
+    join(device, alone=False, minutes=config.cluster.collective_minutes, subgroups=subgroups, at=at)
 
 
 def _cause(failed: ChildFailedError, then: str) -> RaytuneError:

@@ -17,7 +17,7 @@ from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.quiet import log_warnings
 from raytune_fsdp.launch.signals import SignalReceived
-from raytune_fsdp.launch.torchrun import local_rank, meeting
+from raytune_fsdp.launch.torchrun import Meeting, local_rank
 from raytune_fsdp.model.compile_layers import settings_restored
 from raytune_fsdp.record.tracker import Status
 from raytune_fsdp.run.assemble import LauncherHooks, assemble
@@ -36,8 +36,10 @@ def choose_device(wanted: str, workers_here: int) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups: bool = False) -> None:
-    """Make the process group: alone, or with the ranks that the environment describes.
+def join(
+    device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups: bool = False, at: Meeting | None = None
+) -> None:
+    """Make the process group: alone, with the ranks that the environment describes, or with those that have met.
 
     `minutes` is `cluster.collective_minutes`; with NCCL, torch's default is 10. `subgroups`: the ranks will be divided,
     as by `hybrid_shard`, `replicate`, `reduce: hierarchical` and `parallel.mesh`.
@@ -51,7 +53,7 @@ def join(device: torch.device, *, alone: bool, minutes: float = 30.0, subgroups:
     # groups are divided: torch would then split this one, which nobody has tried for gloo together with NCCL.
     bound = device if device.type == "cuda" and not subgroups else None
     # A store in memory: the other one would read addresses from the environment and open a port.
-    store, rank, world = (HashStore(), 0, 1) if alone else meeting(minutes)
+    store, rank, world = (HashStore(), 0, 1) if alone else at or (None, -1, -1)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
 
 

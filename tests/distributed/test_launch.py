@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -164,25 +165,32 @@ def test_without_ray_and_the_extras(tmp_path: Path, launch: str) -> None:
     assert refused.returncode == 2 and "cluster.launch=ray, but Ray is not installed" in refused.stderr
 
 
-@pytest.mark.slow
-def test_torchrun_gives_the_same_run(tmp_path: Path) -> None:
-    """A rank dies after a few steps, and torchrun starts all of them again."""
+@pytest.mark.parametrize(
+    ("agents", "dies"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
+def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, dies: int) -> None:
+    """A rank dies after a few steps, and torchrun starts all of them again: each of its agents counts by itself."""
     ours = make_config(tmp_path, GPT2, train=TRAIN, parallel={"precision": "fp32"})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     torchrun = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1",
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(agents), "--nproc_per_node", str(2 // agents),
+        "--max-restarts", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}",
     ]  # fmt: skip
     config = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2}, checkpoint={"every": 2})
     (faults := tmp_path / "faults").mkdir()
-    (faults / "forward-1-4").touch()
+    (faults / f"forward-{dies}-4").touch()
     env = {**environment(), "FAULTS": str(faults), "PYTHONPATH": f"{ROOT / 'tests' / 'ray' / 'faults'}:{ROOT}"}
-    theirs = run(*torchrun, *job("--config", str(config), "--run.name", "torchrun")[1:], env=env)
-    assert theirs.returncode == 0, theirs.stderr
+    theirs = [*torchrun, *job("--config", str(config), "--run.name", "torchrun")[1:]]
+    for done in [end(each) for each in [start(*theirs, env=env) for _ in range(agents)]]:
+        assert done.returncode == 0, done.stderr
     assert not list(faults.iterdir())
     assert read_trajectory(tmp_path / "runs" / "torchrun" / "metrics.jsonl") == trajectory(ours, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "kind"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("workers", "kind"), [pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow), (2, signal.SIGINT)]
+)
 def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal.Signals) -> None:
     """SIGTERM to the process that was started, as schedulers do; SIGINT to all, as a terminal does for Ctrl-C.
 
