@@ -423,7 +423,7 @@ def test_the_first_copy_that_training_waits_for_counts(time: clocks.Clock) -> No
 
 
 def copied(
-    config: FinetuneConfig, storage: PeerStorage, crash_at: int | None = None
+    config: FinetuneConfig, storage: PeerStorage, crash_at: int | None = None, passing: clocks.Clock | None = None
 ) -> tuple[list[int], list[tuple[int, bool]]]:
     """The steps of which copies were begun in a run on one rank, and what was saved: its step, and whether the clock
     asked."""
@@ -437,6 +437,8 @@ def copied(
         return draft(name, serial)
 
     def stop() -> None:
+        if passing is not None:
+            passing.now += 10.0
         for thread in threading.enumerate():
             if thread.name.startswith("save-"):
                 thread.join()
@@ -474,6 +476,25 @@ def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
     assert copied(gone, cluster.ranks[0]) == ([3, 9], [(4, False), (8, False), (12, False), (14, False)])
     assert "there is no peer copy of step 3: rank 0: OSError: the keeper of b is gone" in caplog.text
     assert read_trajectory(place.metrics) == read_trajectory(RunDir.of(gone).metrics)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("asynchronous", "lost", "expected"),
+    [(True, False, [3, 5, 7, 9, 11, 13]), (False, False, [*range(3, 14)]), (True, True, [3, 9])],
+)
+def test_the_clock_hears_of_the_end_of_each_copy(
+    tmp_path: Path, time: clocks.Clock, asynchronous: bool, lost: bool, expected: list[int]
+) -> None:
+    """In steps of ten seconds: none where the end of another is agreed on, and another one after each that fails."""
+    config = make_config(
+        tmp_path, train={"global_batch": 4, "max_steps": 14}, parallel={"precision": "fp32"},
+        checkpoint={"peer_copies": 1, "every": None, "asynchronous": asynchronous},
+    )  # fmt: skip
+    cluster = Nodes(["a", "b"])
+    if lost:
+        cluster.lose("b")
+    assert copied(config, cluster.ranks[0], passing=time)[0] == expected
 
 
 @pytest.mark.thorough

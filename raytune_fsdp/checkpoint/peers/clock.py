@@ -11,7 +11,7 @@ from collections import deque
 from statistics import fmean, median
 
 _SHARE = 0.015
-"""The last half percent is for what the steps of a copy do not show."""
+"""Of the two percent half of one is left for what the steps during a copy do not show."""
 _LEAST_SECONDS = 5.0
 """Each copy also brings the record to the disk, which other processes use, too."""
 _AFTER_FAILURE_SECONDS = 60.0
@@ -44,7 +44,7 @@ class CopyClock:
             self._during.append(seconds)
         elif not busy:
             self._usual.append(seconds)
-        # Where the ranks agree that a copy has ended, they also ask for the next, and `ended` is called after that.
+        # `Saves.agree` asks this before it calls `ended` for a copy that has just ended.
         return not busy and not self._copying and len(self._usual) >= _FEWEST and now >= self._next
 
     def begins(self) -> None:

@@ -46,7 +46,7 @@ class CheckpointConfig(Section):
     """How many other nodes keep in memory a copy of what each node's ranks have, between two checkpoints (only on Ray). When ranks or a node are lost, the run goes on from the newest copy of which no part is lost: with 1, after the loss of one node; with 2, of any two. On a single node, after that of ranks. A node needs memory for twice what its ranks save, and as much again for each copy of others'. Copies are gone when the command ends: they replace no checkpoint."""
 
     peer_every: int | None = Field(default=None, ge=1)
-    """Steps between two copies (needs `checkpoint.peer_copies`). Null: by the clock, as often as they take 2 % of the time, and every five seconds at most."""
+    """Steps between two copies (needs `checkpoint.peer_copies`). Null: by the clock, as often as they take 2 % of the time at most, with five seconds or more between two."""
 
     @model_validator(mode="after")
     def _check_peers(self) -> CheckpointConfig:
