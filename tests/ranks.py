@@ -108,7 +108,8 @@ class _Rank:
         code = self.process.exitcode
         if code is None:
             return "its pipe is closed, and it lives"
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        named = code < 0 and -code in set(signal.Signals)
+        return signal.Signals(-code).name if named else f"exit code {code}"
 
 
 class _Pool:

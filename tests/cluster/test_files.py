@@ -705,7 +705,6 @@ def test_a_run_whose_driver_or_head_is_lost_is_submitted_again(
     assert ups.count(RESTART) == outcomes.count("Ray lost"), "a restart would end a run that goes on"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("refuses", "answer", "code", "made", "said"),
     [

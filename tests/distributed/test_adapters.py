@@ -323,7 +323,6 @@ def _segment_again(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
     return repeat_of(config, place, choose_segment(place, 0, 4), directory, use_cache=False)
 
 
-@pytest.mark.slow
 def test_a_base_on_the_hub_is_that_of_the_commit_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another commit has come since: the run goes on beside the first, and its export names it."""
     import shutil

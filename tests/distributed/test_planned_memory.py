@@ -17,7 +17,7 @@ EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) fo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", CASES)
 def test_steps_take_what_is_planned(tmp_path: Path, name: str) -> None:
     world, architecture, sections = CASES[name]
     if "method" in sections:

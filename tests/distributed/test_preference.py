@@ -76,14 +76,13 @@ def test_exact_runs_have_the_same_bits_at_any_world(tmp_path: Path) -> None:
     assert evaluations[0].keys() >= {"eval/held_out/loss", "eval/held_out/accuracy", "eval/held_out/margins"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "world", "mesh"),
     [
         (PAIRS["dpo and sft"], 2, {"sequence": 2}),
-        (KTO["kto weighted"], 4, {"sequence": 2, "tensor": 2}),
-        (PAIRS["orpo"], 2, {"tensor": 2}),
-        (KTO["kto"], 4, {"sequence": 2}),
+        pytest.param(KTO["kto weighted"], 4, {"sequence": 2, "tensor": 2}, marks=SLOW),
+        pytest.param(PAIRS["orpo"], 2, {"tensor": 2}, marks=SLOW),
+        pytest.param(KTO["kto"], 4, {"sequence": 2}, marks=SLOW),
     ],
 )
 def test_ranks_that_share_samples_and_layers_learn_what_one_learns(

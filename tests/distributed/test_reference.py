@@ -210,8 +210,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LORA = {"type": "lora", "rank": 2, "alpha": 4}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [LORA, {"type": "full"}])
+@pytest.mark.parametrize("method", [LORA, pytest.param({"type": "full"}, marks=SLOW)])
 def test_a_reference_that_is_asked_in_every_step_says_the_same(tmp_path: Path, method: dict[str, Any]) -> None:
     """By the model without its adapters, or by a second copy; after a resume, too, when the model is another."""
     given = {"model": model_at(tmp_path / "base"), "method": method}

@@ -41,7 +41,6 @@ CASES = [
     pytest.param(
         MIXTRAL, 2, {"tensor": 2}, "fp32", {"activation_checkpointing": "full"},
         {"router_aux_loss_coef": 0.02, "router_z_loss_coef": 0.001}, FP32, id="mixtral",
-        marks=SLOW,
     ),
     pytest.param(
         TIED, 4, {"tensor": 2}, "fp64", {"strategy": "hybrid_shard", "shard_size": 2},

@@ -267,7 +267,6 @@ def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp
     kept.close()
 
 
-@pytest.mark.slow
 def test_who_gives_up_becomes_the_worker_and_there_is_no_second_one(tmp_path: Path) -> None:
     """Ray would have two processes with the identity of one worker."""
     node = Node(tmp_path / "t")

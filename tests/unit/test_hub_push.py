@@ -108,7 +108,6 @@ def test_the_hub_has_the_model_and_nothing_else(hub: FakeHub, model: Path) -> No
     assert len(there.commits) == 1, "nothing new was committed"
 
 
-@pytest.mark.slow
 def test_a_smaller_model_replaces_a_larger_one(hub: FakeHub, model: Path) -> None:
     notes, nested = b"written on the hub", "gguf/other.safetensors"
     push(hub, model, "someone/my-model")

@@ -78,7 +78,6 @@ def test_it_is_built_without_memory_in_the_type_of_the_run(tmp_path: Path) -> No
     assert model.config.rms_norm_eps == 1e-3 and len(layers_of(model)) == 2
 
 
-@pytest.mark.slow
 def test_a_module_that_it_imports_when_it_is_called_belongs_to_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

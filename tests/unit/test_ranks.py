@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -80,6 +81,7 @@ def fail(rank: int, how: str) -> None:
         if how == "raise":
             raise ArithmeticError("one of the ranks cannot")
         if how == "die":
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(60)
     dist.barrier()
