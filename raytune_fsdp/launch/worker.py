@@ -52,7 +52,7 @@ def join(
     # Name the device, so that NCCL connects at once and to this one, instead of guessing one from the rank. Not if
     # groups are divided: torch would then split this one, which nobody has tried for gloo together with NCCL.
     bound = device if device.type == "cuda" and not subgroups else None
-    # A store in memory: the other one would read addresses from the environment and open a port.
+    # Alone, a store in memory: the default one would read addresses from the environment and open a port.
     store, rank, world = (HashStore(), 0, 1) if alone else at or (None, -1, -1)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
 

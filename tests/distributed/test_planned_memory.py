@@ -13,7 +13,6 @@ from benchmarks.planned_memory import CASES, LATER, MIB, agrees, config_of, high
 from tests.ranks import run_ranks
 
 QUICK = ("tiny, alone", "tiny, full_shard")
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
 @pytest.mark.slow

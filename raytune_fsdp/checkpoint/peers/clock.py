@@ -11,7 +11,7 @@ from collections import deque
 from statistics import fmean, median
 
 _SHARE = 0.015
-"""Of the two percent half of one is left for what the steps during a copy do not show."""
+"""Copies may take 2 % of the time; 0.5 % is kept for what the steps during a copy do not show."""
 _LEAST_SECONDS = 5.0
 """Each copy also brings the record to the disk, which other processes use, too."""
 _AFTER_FAILURE_SECONDS = 60.0
