@@ -33,7 +33,7 @@ OURS = ("RayTrainWorker", "_Board", "TrainController", "_NodeWatch", "SplitCoord
 """Ray's processes that end with the run."""
 LIVE_ON = ("_Board", "_NodeWatch", KEEPER)
 """Those that live longer than an attempt, besides the driver."""
-TEMPLATE = "raytune_fsdp.launch.ray.forked.template"
+TEMPLATE = "raytune_fsdp/launch/ray/forked/template.py"
 """The program of the processes that others are forked from."""
 GROUPS = """
 import ray

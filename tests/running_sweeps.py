@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +190,9 @@ class Trials:
         self.runner.run()
         return list(log.entries)
 
-    def _start(self, config: FinetuneConfig, output: Path, variables: Mapping[str, str]) -> TrialProcess:
+    def _start(
+        self, config: FinetuneConfig, output: Path, variables: Mapping[str, str], flags: Sequence[str]
+    ) -> TrialProcess:
         name = config.run.name
         if name not in self.runs:
             self.runs[name] = Recorded(self.place.path.parent, name)

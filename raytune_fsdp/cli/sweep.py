@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, run_command, say
+from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -41,6 +41,7 @@ def parser_of(prog: str) -> Parser:
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --gpu: of each machine (default: 8)")
     parser.add_argument("--price", type=float, metavar="X", help="with --gpu: price of a GPU for an hour")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    add_trust(parser)
     return parser
 
 
@@ -58,7 +59,11 @@ def _sweep(parser: Parser, arguments: Sequence[str]) -> int:
         _say_cost(found, spec, *checked(spec))
         return 0
     with show_progress():
-        result = sweep(spec, before=lambda configs, scheduler: _say_cost(found, spec, configs, scheduler))
+        result = sweep(
+            spec,
+            before=lambda configs, scheduler: _say_cost(found, spec, configs, scheduler),
+            trust_places=found.trust_places,
+        )
     _say_result(spec, result)
     return 0
 

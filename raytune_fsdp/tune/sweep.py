@@ -64,11 +64,12 @@ def sweep(
     spec: SweepSpec,
     *,
     before: Callable[[Sequence[FinetuneConfig], Scheduler], None] = lambda configs, scheduler: None,
+    trust_places: bool = False,
 ) -> SweepResult:
     """Train the trials of a sweep to its end. Raises Interrupted where it is to stop before; the same call goes on.
 
     To be called in the main thread: the processes of trials end with the thread that has started them. `before` is
-    called once nothing is wrong with the sweep, before anything is started.
+    called once nothing is wrong with the sweep, before anything is started. `trust_places`: as in `finetune`.
     """
     configs, scheduler = checked(spec)
     place, board, first = SweepDir.of(spec), SweepBoard(spec), configs[0]
@@ -91,9 +92,11 @@ def sweep(
                 if cluster.about is not None:
                     board.say(f"Ray for all trials: {cluster.about}")
                 signals.hold()  # from here on they are looked at between two looks at the trials
+                flags = ["--trust-places"] if trust_places else []
                 Runner(
-                    spec, scheduler, log, stops=stops, board=board, cluster=cluster, lease=lease, parent=tracked.id
-                ).run()
+                    spec, scheduler, log,
+                    stops=stops, board=board, cluster=cluster, lease=lease, parent=tracked.id, flags=flags,
+                ).run()  # fmt: skip
                 over = True
         finally:
             best = best_of(leaderboard(log.entries))

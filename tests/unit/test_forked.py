@@ -319,6 +319,21 @@ def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:
     assert "-O " in program
 
 
+def test_nothing_is_imported_from_the_directory_that_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command may be given in a model's directory, and that may be a stranger's."""
+    (tmp_path / "theirs").mkdir()
+    for name in ("socket.py", "shutil.py", "torch.py", "raytune_fsdp.py"):
+        (tmp_path / "theirs" / name).write_text("open('has_run', 'w')\n")
+    monkeypatch.chdir(tmp_path / "theirs")
+    monkeypatch.setattr(raytune_fsdp, "__file__", str(tmp_path / "__init__.py"))  # so that it ends at once
+    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 3.0)
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    assert templates.own(tmp_path / "t", "1", env) is None
+    assert (tmp_path / "t" / templates.LOG).read_text() == "" and not Path("has_run").exists()
+
+
 def test_another_number_of_threads_and_another_tree_have_other_templates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

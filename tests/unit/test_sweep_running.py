@@ -27,7 +27,7 @@ from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
 from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value, read_log
 from raytune_fsdp.tune.place import SweepDir
-from raytune_fsdp.tune.running import tied
+from raytune_fsdp.tune.running import children, tied
 from raytune_fsdp.tune.running.cluster import threads_for
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
 from raytune_fsdp.tune.running.values import check_begins, check_own, measured_in
@@ -228,6 +228,21 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     SweepLog(SweepDir.of(spec).log).append([begun_of(spec, checked(spec)[0][0])])
     assert main(["sweep", str(file), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("4 trials, 32 steps in all")
+
+
+def test_places_are_trusted_by_every_trial_or_by_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep may begin with somebody else's checkpoint, and what refuses a trial names this flag."""
+    says = tmp_path / "says.py"
+    says.write_text("import sys\nprint('error:', *sys.argv[2:])\nsys.exit(2)\n")
+    monkeypatch.setattr(children, "_TIED", says)
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(spec_of(tmp_path, "runs", concurrent=1)))
+    for flags in ([], ["--trust-places"]):
+        assert main(["sweep", str(file), *flags]) == 2
+        command = " ".join(["raytune_fsdp.cli.main train", *flags, "--config"])
+        assert command in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_table_folds(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,12 +28,14 @@ _MOST_CHARS = 2000
 class Child:
     """A process that trains a trial's run."""
 
-    def __init__(self, config: FinetuneConfig, output: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: FinetuneConfig, output: Path, variables: Mapping[str, str], flags: Sequence[str]
+    ) -> None:
         """Start it. What it prints is added to the file `output`. `variables`: further ones of its environment."""
         self._output = output
         self.asked = False
         """Whether it was asked to stop."""
-        command = [sys.executable, "-P", "-m", "raytune_fsdp.cli.main", "train", "--config", "/dev/stdin"]
+        command = [sys.executable, "-P", "-m", "raytune_fsdp.cli.main", "train", *flags, "--config", "/dev/stdin"]
         inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
         # The config by a file without a name: it may hold secrets, which belong into no file of the sweep.
         with (

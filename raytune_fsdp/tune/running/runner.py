@@ -86,9 +86,10 @@ class Runner:
         cluster: TrialsRay,
         lease: Lease | None,
         parent: str | None = None,
+        flags: Sequence[str] = (),
     ) -> None:
         """`stops`: how often somebody has asked the sweep to stop. `cluster`: the Ray of its trials. `lease`: of this
-        command on the sweep. `parent`: the id of the sweep's MLflow run."""
+        command on the sweep. `parent`: the id of the sweep's MLflow run. `flags`: of each trial's command."""
         self._spec = spec
         self._scheduler = scheduler
         self._stops = stops
@@ -96,6 +97,7 @@ class Runner:
         self._cluster = cluster
         self._lease = lease
         self._parent = parent
+        self._flags = flags
         self._place = SweepDir.of(spec)
         self.log = log
         self._runs: dict[int, TrialRun] = {}
@@ -226,7 +228,7 @@ class Runner:
         run.until, run.since, run.said, run.attempt = stretch.until, time.monotonic(), False, run.measured.attempt
         try:
             output.parent.mkdir(exist_ok=True)
-            run.child = Child(config, output, self._cluster.variables)
+            run.child = Child(config, output, self._cluster.variables, self._flags)
         except OSError as error:  # such as a full disk, under the sweep or under /tmp
             raise TrainingError(
                 f"{run.name} cannot be started: {in_one_line(error)}; mend that, and the same command goes on"

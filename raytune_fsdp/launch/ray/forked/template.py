@@ -1,6 +1,6 @@
 """The process that others are forked from.
 
-    python -m raytune_fsdp.launch.ray.forked.template DIRECTORY PACKAGE THREADS
+    python raytune_fsdp/launch/ray/forked/template.py DIRECTORY PACKAGE THREADS
 
 It imports what a worker needs but Ray, and serves a socket in its directory. Ray itself is imported by each fork: its
 C++ reads the environment when it is loaded, and draws random ids from a state that forks would share (two workers gave

@@ -144,7 +144,9 @@ def own(directory: Path, threads: str, env: Mapping[str, str]) -> socket.socket 
         if directory.lstat().st_uid != os.getuid() or directory.is_symlink():
             return None
         package = str(Path(raytune_fsdp.__file__).parent)
-        command = [sys.executable, "-m", f"{__package__}.template", str(directory), package, threads]
+        # By its file: with -m Python would import from the current directory, too. Not -P: forks would have it.
+        program = str(Path(__file__).with_name("template.py"))
+        command = [sys.executable, program, str(directory), package, threads]
         with open(directory / LOG, "ab") as log:
             subprocess.run(
                 command, env=env, start_new_session=True, check=True,
