@@ -82,6 +82,12 @@ the section stay.
 --optim.schedule.type wsd --optim.schedule.decay 0.2
 ```
 
+**A dataset** is in one place: a flag for its `hub` replaces the file's `path`, and one for its `path` the file's `hub`.
+
+```sh
+--data.train.0.hub org/name --data.train.0.split train
+```
+
 **Order** does not matter, except that the last one counts if a flag is given twice. A flag for a section is applied
 before the flags for its fields.
 

@@ -342,6 +342,7 @@ def apply_overrides(tree: dict[str, Any], overrides: list[Override], root: Place
     problems: list[str] = []
     for override in {o.path: o for o in overrides}.values():  # the last one, if a flag is given twice
         _replace_union(tree, override, root, sources)
+        _replace_place(tree, override, root, sources)
     for override in sorted(overrides, key=Override.order):
         try:
             _put(tree, override, root)
@@ -365,17 +366,42 @@ def _replace_union(tree: dict[str, Any], override: Override, root: Place, source
     place = find_place(root, tuple(parents))
     if last != TAG or place is None or not any(tags(section) for section in place.sections):
         return
-    node: Any = tree
-    for part in parents:
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            node = node.get(part) if isinstance(node, dict) else None
+    node = _inside(tree, parents)
     before, now = _word(node.get(TAG, place.default_tag)) if isinstance(node, dict) else None, _word(override.value)
     own = place.child(TAG) or ANYTHING
     if isinstance(node, dict) and (_chosen(now, own) if isinstance(now, str) else now) != before:
         node.clear()
         _forget(sources, tuple(parents))
+
+
+def _replace_place(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
+    """If the override says that a dataset is on the hub, or in files, drop where the file has it: it is in one place."""
+    *parents, last = override.path
+    place = find_place(root, tuple(parents))
+    if last not in _INSTEAD or place is None or not _INSTEAD.keys() <= set(place.fields()):
+        return
+    node, (other, *more) = _inside(tree, parents), _INSTEAD[last]
+    if isinstance(node, dict) and _is_set(override.value) and _is_set(node.get(other)):
+        for field in (other, *more):
+            node.pop(field, None)
+            _forget(sources, (*parents, field))
+
+
+_INSTEAD = {"hub": ("path",), "path": ("hub", "subset", "split", "revision")}
+
+
+def _inside(tree: dict[str, Any], path: Sequence[str]) -> Any:
+    node: Any = tree
+    for part in path:
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _is_set(value: Any) -> bool:
+    return (value.value if isinstance(value, Plain) else value) is not None
 
 
 def _word(value: Any) -> Any:

@@ -54,9 +54,10 @@ def test_the_page_leads_to_a_model(tmp_path: Path) -> None:
     (place / "mine.jsonl").write_text(rows)
     (tmp_path / "source").mkdir()
     wheel = built(tmp_path / "source")
-    # The index does not have the package yet: the wheel that will be there, and the versions of the lock.
-    lines = [line.replace("'raytune-fsdp[all]'", f"'{wheel}[all]' -c {ROOT}/requirements.lock") for line in found]
+    checkout = "'../raytune_fsdp[all]' -c ../raytune_fsdp/requirements.lock"
+    lines = [line.replace(checkout, f"'{wheel}[all]' -c {ROOT}/requirements.lock") for line in found]
     assert lines != found
+    lines = [line.replace("ray start --head", "ray start --head --num-cpus 4") for line in lines]
     serving = commands((ROOT / "docs" / "serving.md").read_text())
     own = [line.replace("runs/my-run", "runs/first") for line in serving if re.match("raytune-fsdp|python -c", line)]
     assert len(own) == 4

@@ -195,6 +195,23 @@ def test_another_type_inside_a_list_item(base: Path) -> None:
     )
 
 
+def test_a_dataset_that_is_elsewhere_is_there_alone(tmp_path: Path) -> None:
+    """Every recipe names a file."""
+    file = tmp_path / "hub.yaml"
+    file.write_text(YAML.replace("path: a.jsonl", "hub: x/y\n      subset: s\n      split: test\n      revision: main"))
+    in_files = load_config(file, ["--data.train.0.path=b.jsonl"]).data.train[0]
+    assert (in_files.path, in_files.hub, in_files.subset, in_files.split, in_files.revision) == ("b.jsonl", *4 * [None])
+    assert in_files.format == ChatFormat(messages="turns")
+
+
+def test_a_dataset_that_flags_put_in_two_places_is_refused(base: Path) -> None:
+    (dataset,) = load_config(base, ["--data.train.0.split=test", "--data.train.0.hub=x/y"]).data.train
+    assert (dataset.path, dataset.hub, dataset.split) == (None, "x/y", "test")
+    both = problem(base, "--data.train.0.hub=x/y", "--data.train.0.path=b.jsonl")
+    assert "path='b.jsonl' and hub='x/y': set exactly one of the two" in both
+    assert load_config(base, ["--data.train.0.hub=null"]).data.train[0].path == "a.jsonl"
+
+
 def test_a_field_of_a_union_that_the_file_does_not_name_belongs_to_the_default_type(tmp_path: Path) -> None:
     file = tmp_path / "plain.yaml"
     file.write_text(YAML.replace("schedule: {type: cosine, floor: 0.25}", "schedule: {floor: 0.5}"))

@@ -176,8 +176,6 @@ VALUES = {
     "--data.train.path=chat.jsonl": "--data.train.path: data.train is a list; name an item by its index, as in "
     "--data.train.0",
     "--data.train.5.path=x": "--data.train.5.path: data.train has 1 item; --data.train.1 appends the next one",
-    "--data.train.0.hub=x/y": "data.train.0: path='rows.jsonl' and hub='x/y': set exactly one of the two (from flag "
-    "--data.train.0.hub)",
     "--checkpoint.every": "--checkpoint.every: needs a value (--checkpoint.every VALUE or --checkpoint.every=VALUE)",
     "--train.epochs=1": "train.max_steps=5 and train.epochs=1.0: set exactly one of the two (from flag --train.epochs)",
     "--train.micro_batch=3": "train.global_batch=4 is not a multiple of train.micro_batch=3; nearest valid: 3 or 6 "

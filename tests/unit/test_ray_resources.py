@@ -141,7 +141,7 @@ REFUSED = [
         GPUS,
         {"cpus_per_worker": 4},
         f"cluster.workers=8: 8 workers with 4 CPU + 1 GPU each, but there is room for 4: {TWO_GPU_NODES}; lower "
-        "cluster.workers or cluster.cpus_per_worker, or add nodes",
+        "cluster.workers or cluster.cpus_per_worker, add CPUs (`ray start --num-cpus`), or add nodes",
     ),
     (
         GPUS,
@@ -165,8 +165,7 @@ REFUSED = [
         LAPTOP,
         {"workers": 8},
         "cluster.workers=8: 8 workers with 1 CPU each: of 8 CPUs none is left to prepare the data, which needs 1: the "
-        "cluster has 1 node with 8 CPU, 0 GPU; lower cluster.workers or cluster.cpus_per_worker, or add a node with "
-        "CPUs",
+        "cluster has 1 node with 8 CPU, 0 GPU; lower cluster.workers, add CPUs (`ray start --num-cpus`), or add nodes",
     ),
     ([node(1)], {}, "cluster.workers=1: 1 worker with 1 CPU: of 1 CPUs none is left"),
     ([node(4, 4)], {}, "cluster.workers=4: 4 workers with 1 CPU + 1 GPU each: of 4 CPUs none is left"),

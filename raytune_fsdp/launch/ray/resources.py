@@ -169,11 +169,8 @@ def check_resources(request: Request, nodes: Sequence[Node], *, growing: bool) -
     has = f"the cluster has {_kinds(nodes, request)}"
     if sum(room) < request.workers:
         alone = {name: sum(_fits(node, name, each) for node in able) for name, each in request.per_worker.items()}
-        fields = [_field(name) for name, most in alone.items() if most < request.workers and name != "GPU"]
-        raise ConfigError(
-            f"{asked}, but there is room for {sum(room)}: {has}; lower {' or '.join(['cluster.workers', *fields])}, or "
-            "add nodes"
-        )
+        short = [name for name, most in alone.items() if most < request.workers and name != "GPU"]
+        raise ConfigError(f"{asked}, but there is room for {sum(room)}: {has}; {_ways_out(request, short)}")
     if request.placement == "strict_pack" and max(room) < request.workers:
         raise ConfigError(
             f"cluster.placement=strict_pack with {asked}, all on one node, but no node has room for more than "
@@ -188,8 +185,8 @@ def check_resources(request: Request, nodes: Sequence[Node], *, growing: bool) -
     whole = sum(int(node.total.get("CPU", 0)) for node in nodes)
     if whole - request.workers * request.per_worker["CPU"] < DATA_CPUS:
         raise ConfigError(
-            f"{asked}: of {whole} CPUs none is left to prepare the data, which needs {DATA_CPUS}: {has}; lower "
-            "cluster.workers or cluster.cpus_per_worker, or add a node with CPUs"
+            f"{asked}: of {whole} CPUs none is left to prepare the data, which needs {DATA_CPUS}: {has}; "
+            f"{_ways_out(request, ['CPU'])}"
         )
 
 
@@ -231,6 +228,12 @@ def _too_large(request: Request, able: Sequence[Node], nodes: Sequence[Node]) ->
         f"{_field(name)}={amount:g}: each worker needs {_amount(name, amount)}, but no {kind} has as much{near}: "
         f"{has}; lower it, or add such nodes"
     )
+
+
+def _ways_out(request: Request, short: Sequence[str]) -> str:
+    fields = [_field(name) for name in short if name != "CPU" or request.per_worker[name] > 1]
+    cpus = ", add CPUs (`ray start --num-cpus`)" * ("CPU" in short)
+    return f"lower {' or '.join(['cluster.workers', *fields])}{cpus}, or add nodes"
 
 
 def _field(name: str) -> str:
