@@ -405,6 +405,18 @@ def test_what_fails_around_training_is_never_the_trials_own(trials: Trials, said
     assert not errors(other.sweep())
 
 
+def test_a_trial_that_finds_no_room_waits_for_it(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
+    trials.does["rates-001"] = [TrialProcess.finds_no_room] * 5
+    log = trials.sweep()
+    assert not errors(log) and Decision(4, (1,), (0,)) in log
+    assert capsys.readouterr().out.count("rates-001 waits for room: cluster.wait_minutes=30: the workers") == 1
+    # What then fails for another reason counts, whatever was waited for before.
+    other = Trials(trials.spec.model_copy(update={"name": "other"}), trials.patch)
+    other.does["other-001"] = [TrialProcess.finds_no_room, *[lambda trial: trial.fails("the disk is full")] * 3]
+    with pytest.raises(TrainingError, match="other-001 has failed 3 times, so the sweep stops: the disk is full"):
+        other.sweep()
+
+
 # Forks.
 
 

@@ -42,6 +42,8 @@ class TrialRecord:
     """Whether the run has come to its end, has said so, and has its export, if it is to have one."""
     failure: str = ""
     """How training itself has failed in the newest attempt; empty if it has not."""
+    no_room: int = 0
+    """How many commands have ended because the cluster had no room for the run."""
     gave_up: str = ""
     """Why the newest attempt has failed, by the driver on Ray, which has tried as often as it may; empty if it has
     not."""
@@ -71,7 +73,7 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
         newest = max((each.step for each in committed(place.checkpoints) if each.lasting), default=0)
     except (RaytuneError, OSError) as error:
         unlisted = in_one_line(error)
-    attempt, over, failure, gave_up = 0, False, "", ""
+    attempt, over, failure, gave_up, no_room = 0, False, "", "", 0
     with suppress(RaytuneError, OSError):
         for event in each_event(place.events):
             name, fields = event["event"], event["fields"]
@@ -79,6 +81,8 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
                 attempt, over, failure, gave_up = event["attempt"], False, "", ""
             elif name == names.ATTEMPT_FAILED:  # also of one that has not come so far as to get a number
                 gave_up = str(fields.get("cause"))
+            elif name == names.NO_ROOM:
+                no_room += 1
             elif event["attempt"] == attempt and name == names.ATTEMPT_ENDED:
                 over = fields.get("status") == "finished"
             elif event["attempt"] == attempt and name == names.TRAINING_FAILED:
@@ -93,6 +97,7 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
         over=over and has_export(config, place),
         failure=failure,
         gave_up=gave_up,
+        no_room=no_room,
     )
 
 
