@@ -10,7 +10,7 @@ from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.load import ReadConfig, load_config
 from raytune_fsdp.config.problems import shown
 from raytune_fsdp.plan.identity import decided_by_data, named
 from raytune_fsdp.tune.log import Entry, Trial, trials_in
@@ -188,9 +188,10 @@ def _config(
     flags = {field: value for field, value in flags.items() if not field.startswith("run.fork.")}
     flags |= {"run.stop_after": None, "run.fork": None}
     try:
-        config = _loaded(base, flags)
+        read = spec.read(base) if isinstance(base, str) else base
+        config = _loaded(read, flags)
         if trial.seed:
-            config = _loaded(base, {**flags, "run.seed": config.run.seed + trial.seed})
+            config = _loaded(read, {**flags, "run.seed": config.run.seed + trial.seed})
     except ConfigError as error:
         raise ConfigError(*(_in_our_words(str(line), changes) for line in error.args)) from None
     return config if publishes else _without_names(config, changes)
@@ -207,7 +208,7 @@ def _without_names(config: FinetuneConfig, changes: Mapping[str, Any]) -> Finetu
     return config.model_copy(update={"export": export, "tracking": tracking})
 
 
-def _loaded(base: str | Mapping[str, Any], flags: Mapping[str, Any]) -> FinetuneConfig:
+def _loaded(base: ReadConfig | Mapping[str, Any], flags: Mapping[str, Any]) -> FinetuneConfig:
     """Return a base with some fields changed, by the words that its user would give on a command line."""
     words = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in flags.items()}
     return load_config(base, [f"--{field}={word}" for field, word in words.items()])

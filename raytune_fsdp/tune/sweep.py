@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raytune_fsdp.base.durable import make_private, replace_durably
-from raytune_fsdp.base.errors import ConfigError, TrainingError, in_one_line
+from raytune_fsdp.base.errors import ConfigError, RaytuneError, TrainingError, in_one_line
 from raytune_fsdp.base.lease import lease_of, token_of
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.config import FinetuneConfig
@@ -103,7 +103,7 @@ def sweep(
             try:
                 if best is not None:
                     put_best(spec, log.entries, best)
-            except OSError as error:  # must not hide what has ended the sweep
+            except (OSError, RaytuneError) as error:  # must not hide what has ended the sweep
                 board.say(f"{place.best} could not be written: {in_one_line(error)}; the same command writes it")
             tracked.end(log.entries, best, over=over)
     if best is None:

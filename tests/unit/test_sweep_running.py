@@ -551,6 +551,22 @@ def test_a_trial_whose_checkpoints_cannot_be_listed_was_stopped_by_nobody(trials
     assert not errors(log) and Decision(4, (1,), (0,)) in log
 
 
+def test_how_a_sweep_ended_is_said_whatever_becomes_of_best_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = {"optim.lr": {"grid": [1e-3, 1e-2]}}
+    trials = Trials(sweep_of(tmp_path, space=space, scheduler={"type": "none"}), monkeypatch)
+
+    def refused(*_: object) -> None:
+        raise ConfigError("it makes no config any more")
+
+    trials.patch.setattr("raytune_fsdp.tune.sweep.put_best", refused)
+    trials.does["rates-001"] = [lambda trial: trial.fails("the disk is full")] * 3
+    with pytest.raises(TrainingError, match="rates-001 has failed 3 times, so the sweep stops: the disk is full"):
+        sweep(trials.spec)
+    assert "best.yaml could not be written: it makes no config any more; the same" in capsys.readouterr().out
+
+
 def test_a_full_disk_under_the_sweep_is_said_in_a_line(trials: Trials) -> None:
     def full(*_: object, **more: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

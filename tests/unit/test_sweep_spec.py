@@ -104,6 +104,20 @@ def test_a_base_may_be_inline_or_each_trials_own_recipe() -> None:
     assert configs[0].data == load_config("demo").data
 
 
+@pytest.mark.usefixtures("here")
+def test_files_are_read_once() -> None:
+    """A sweep takes days: trials that begin later, and best.yaml, are of the base that the others were trained with."""
+    of_a_base = load_sweep("sweep.yaml")
+    of_recipes = load_sweep({"name": "s", "space": {"recipe": {"grid": ["base.yaml"]}}})
+    specs = (of_a_base, of_recipes, of_a_base.model_copy(update={"concurrent": 2}))
+    Path("base.yaml").write_text(Path("base.yaml").read_text().replace("seed: 5", "seed: 6"))
+    assert [config_of(spec, trials_of(spec)[0]).run.seed for spec in specs] == [5, 5, 5]
+    Path("base.yaml").unlink()
+    assert [config_of(spec, trials_of(spec)[-1]).run.seed for spec in specs] == [6, 5, 6]  # the seeds of two
+    assert "base: base.yaml\n" in sweep_text(of_a_base)
+    assert "config file base.yaml: no such file" in problem("sweep.yaml")
+
+
 def test_a_fork_has_other_changes_and_a_name_of_its_own() -> None:
     spec = make_sweep()
     config = config_of(spec, trials_of(spec)[1], {"optim.lr": 0.25}, generation=1)
