@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError, TrainingError, TransientError
+from raytune_fsdp.cli import plan_rows
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config, recorded_text
 from raytune_fsdp.launch.environment import with_package
@@ -228,6 +229,32 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     SweepLog(SweepDir.of(spec).log).append([begun_of(spec, checked(spec)[0][0])])
     assert main(["sweep", str(file), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("4 trials, 32 steps in all")
+
+
+def test_a_sweep_begins_where_its_length_is_not_known_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trials prepare the data, however long that takes."""
+    monkeypatch.setattr(plan_rows, "SECONDS", 0.0)
+    monkeypatch.setattr(plan_rows, "_STARTING", 0.0)
+    begins = list[SweepSpec]()
+
+    def begin(spec: SweepSpec, *, before: Callable[..., None], **_: object) -> None:
+        before(*checked(spec))
+        begins.append(spec)
+
+    monkeypatch.setattr("raytune_fsdp.tune.sweep.sweep", begin)
+    monkeypatch.setattr("raytune_fsdp.cli.sweep._say_result", lambda *_: None)
+    given = spec_of(tmp_path, "runs")
+    given["base"]["train"] |= {"max_steps": None, "epochs": 2}
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(given))
+    assert main(["sweep", str(file)]) == 0 and len(begins) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("what the sweep takes is not known yet: the length of train.epochs depends on the data")
+    assert main(["sweep", str(file), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "too short to count it" in error and "set train.max_steps" in error and "--samples" not in error
 
 
 def test_places_are_trusted_by_every_trial_or_by_none(
