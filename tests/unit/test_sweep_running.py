@@ -165,6 +165,29 @@ def test_a_run_of_other_settings_is_no_trial(tmp_path: Path) -> None:
         check_own(first, place)
 
 
+def test_a_sweep_with_a_secret_goes_on(tmp_path: Path) -> None:
+    """The configs of its runs do not hold it."""
+    given, token = spec_of(tmp_path, "runs"), "hf_abcdefghijklmnopqrstuvwxyz0123456789"
+    given["base"]["cluster"]["env"] = {"HF_TOKEN": token, "OTHER": "1"}
+    given["base"]["eval"]["prompts"] = [f"the key is {token}"]
+    given["base"]["data"]["eval"][0]["name"] = f"others-{token}"
+    first, second = checked(load_sweep(given))[0][:2]
+    place = RunDir.of(first)
+    place.path.mkdir(parents=True)
+    place.config.write_text(recorded_text(first))
+    assert "<redacted>" in place.config.read_text() and token not in place.config.read_text()
+    check_own(first, place)
+    with pytest.raises(ResumeError, match=r"other settings than this trial of the sweep has: optim.lr=0.01 \(there"):
+        check_own(second, place)
+    # Secrets may change where they decide nothing.
+    del given["base"]["cluster"]["env"]
+    given["base"]["eval"]["prompts"] = ["there is no key"]
+    check_own(checked(load_sweep(given))[0][0], place)
+    given["base"]["data"]["eval"][0]["name"] = "others"
+    with pytest.raises(ResumeError, match="other settings than this trial of the sweep has: data.eval=.*redacted"):
+        check_own(checked(load_sweep(given))[0][0], place)
+
+
 def test_a_sweep_does_not_begin_with_what_nobody_knows_to_be_its_own(tmp_path: Path) -> None:
     """The log was removed and not the runs: what they were measured on may have changed since."""
     spec, storage = sweep_of(tmp_path), tmp_path / "runs"
@@ -237,6 +260,7 @@ def test_a_sweep_begins_where_its_length_is_not_known_yet(
     """Its trials prepare the data, however long that takes."""
     monkeypatch.setattr(plan_rows, "SECONDS", 0.0)
     monkeypatch.setattr(plan_rows, "_STARTING", 0.0)
+    monkeypatch.setattr(plan_rows, "_ENDS_SECONDS", 0.0)
     begins = list[SweepSpec]()
 
     def begin(spec: SweepSpec, *, before: Callable[..., None], **_: object) -> None:
