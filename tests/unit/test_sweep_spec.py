@@ -104,6 +104,20 @@ def test_a_base_may_be_inline_or_each_trials_own_recipe() -> None:
     assert configs[0].data == load_config("demo").data
 
 
+def test_a_section_of_the_space_goes_over_what_all_recipes_share() -> None:
+    lora = [{"type": "lora", "rank": 4}, {"type": "lora", "rank": 16}]
+    base = {"method": {"type": "lora", "rank": 8, "dropout": 0.1}, "train": {"max_steps": 7, "epochs": None}}
+    space = {"recipe": {"grid": ["demo"]}, "method": {"grid": lora}}
+    spec = load_sweep({"name": "s", "base": base, "space": space})
+    configs = check_trials(spec, trials_of(spec))
+    assert [config.method for config in configs] == [load_config("demo", [f"--method={each}"]).method for each in lora]
+    assert {config.train.max_steps for config in configs} == {7}
+    # A field of the space leaves the rest of its section as the base has it.
+    of_rank = load_sweep({"name": "s", "base": base, "space": {**space, "method": {"rank": {"grid": [4]}}}})
+    (config,) = check_trials(of_rank, trials_of(of_rank))
+    assert config.method.model_dump(include={"rank", "dropout"}) == {"rank": 4, "dropout": 0.1}
+
+
 @pytest.mark.usefixtures("here")
 def test_files_are_read_once() -> None:
     """A sweep takes days: trials that begin later, and best.yaml, are of the base that the others were trained with."""
