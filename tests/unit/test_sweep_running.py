@@ -510,6 +510,17 @@ def test_a_trial_is_left_out_by_the_name_of_a_fork_too(tmp_path: Path, monkeypat
     assert [entry.step for entry in log if isinstance(entry, Draw) and entry.trial == 0][:2] == [4, 8], "it has another"
 
 
+def test_a_trial_that_is_left_out_at_its_rung_wins_no_place(trials: Trials) -> None:
+    """It has come there, is the best, and cannot be trained any further."""
+    trials.does["rates-000"] = [lambda trial: trial.fails("no room")] * 3
+    with pytest.raises(TrainingError, match="rates-000 has failed 3 times"):
+        trials.sweep()
+    left_out = Trials(trials.spec.model_copy(update={"skip": ["rates-001"]}), trials.patch)
+    left_out.runs = trials.runs
+    log = left_out.sweep()
+    assert errors(log) == ["it was left out (skip)"] and Decision(4, (0,), (1,)) in log
+
+
 # Exports.
 
 

@@ -155,6 +155,35 @@ def test_rungs_by_the_book() -> None:
     assert rungs.next(TRIALS, log).over
 
 
+def test_who_was_left_out_at_a_rung_wins_no_place() -> None:
+    """The best value of all is there, and the user has said `skip`."""
+    end = TrialEnded(1, 10, "it was left out (skip)")
+    found = [Value(0, 10, 5), Value(1, 10, 1), end, *at(10, 6, 7, 8, 9, first=2)]
+    log = log_of()
+    rungs = Rungs([10, 20], eta=2, highest=False)
+    assert rungs.taken(TRIALS, log, found) == [each for each in found if each != Value(1, 10, 1)]
+    log += rungs.taken(TRIALS, log, found)
+    assert decided(rungs, log) == [Decision(10, on=(0, 2, 3), stop=(1, 4, 5))]
+    assert rungs.taken(TRIALS, log_of(Value(1, 10, 1)), found)[1] == end  # of a log that a crash has cut
+    # What it measured before stays; one that came further had a place when it failed.
+    two = log_of(trials=TRIALS[:2])
+    further = [Value(1, 10, 1), Value(1, 20, 1), TrialEnded(1, 20, "broken")]
+    later = Rungs([20], eta=2, highest=False).taken(TRIALS[:2], two, [Value(0, 20, 3), *further])
+    assert later == [Value(0, 20, 3), further[0], further[2]]
+    assert rungs.taken(TRIALS[:2], two, [Value(0, 10, 3), *further]) == [Value(0, 10, 3), further[0]]
+
+    asha = Asha([10, 20], eta=2, highest=False)
+    assert asha.taken(TRIALS, log_of(*at(10, 5)), found) == [end]
+    log = log_of(*at(10, 5), end)
+    assert decided(asha, log) == [Decision(10, on=(0,), stop=())]
+    assert asha.taken(TRIALS, log_of(), further) == further[:1]
+
+    found = [*at(10, 4, 1), TrialEnded(1, 10, "broken"), *at(10, 3, 2, first=2)]
+    log = log_of(trials=MEMBERS) + list(pbt().taken(MEMBERS, log_of(trials=MEMBERS), found))
+    (decision,) = decided(pbt(), log)
+    assert decision == Decision(10, on=(0, 2, 3), stop=(1,))
+
+
 def test_one_alone_trains_to_its_end() -> None:
     log = log_of(*at(10, 5, 3, 4, 2, 3, 9))
     rungs = Rungs([10, 20, 40], eta=4, highest=False)
