@@ -281,6 +281,18 @@ def test_pbt_by_the_book() -> None:
     assert again.changes["optim.lr"] == draw.changes["optim.lr"] and again.changes != draw.changes
 
 
+@pytest.mark.parametrize(("own", "drawn"), [(40, 32), (31, 31), (30, 40)])
+def test_pbt_draws_no_length_at_which_a_fork_would_train_nothing(own: int, drawn: int) -> None:
+    """It is refused, and the sweep would stop there. Lengths that a fork can have are drawn as ever."""
+    rule = PbtScheduler(type="pbt", every=10, factors=[0.8])
+    shrinks = Pbt(rule, {"train.max_steps": Values("int", (20, 40))}, False, 40)
+    members = [Trial(number, {"train.max_steps": own}, number) for number in range(4)]
+    before = [*at(10, 4, 1, 3, 2), Decision(10, (0, 1, 2, 3), ()), *at(20, 4, 1, 3, 2), Decision(20, (0, 1, 2, 3), ())]
+    (decision,) = decided(shrinks, log := log_of(*before, *at(30, 4, 1, 3, 2), trials=members))
+    (draw,) = decided(shrinks, [*log, decision])
+    assert draw == Draw(0, 30, 1, {"train.max_steps": drawn})
+
+
 @given(value=st.floats(1e-5, 1e-2), key=st.integers(0, 2**64 - 1))
 def test_what_pbt_draws_is_in_the_space(value: float, key: int) -> None:
     rule = pbt(factors=[0.5, 2.0])
