@@ -112,8 +112,9 @@ def test_times_are_added_up_and_what_is_no_time_is_left_out(tmp_path: Path) -> N
     times.ended(0, "rates-000", 0, 1800)
     assert times.hours == 0.5
     with place.times.open("a") as out:
+        out.write(f'{{"what": "ended", "seconds": {10**400}, "ranks": 1}}\n')
         out.write('{"what": "ended", "seconds": "many", "ranks": 1}\n[1]\n{"what": "ended", "sec')
-    assert TrialTimes(place).hours == 0.5 and len(list(read_times(place.times))) == 3
+    assert TrialTimes(place).hours == 0.5 and len(list(read_times(place.times))) == 4
 
 
 def test_what_was_killed_with_its_command_took_the_time_until_its_last_step(tmp_path: Path) -> None:
