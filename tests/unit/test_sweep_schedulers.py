@@ -481,6 +481,28 @@ def test_a_population_changes_no_momentum_by_which_an_optimizer_keeps_more() -> 
     scheduler("muon")
 
 
+def test_a_grid_whose_fields_are_in_another_order_does_not_go_on() -> None:
+    """Its trials would have other numbers; nothing is wrong with the log."""
+    fields = {"optim.lr": [1e-4, 1e-3], "train.z_loss": [0.0, 1e-4]}
+
+    def begun(kind: str, *order: str, **values: Any) -> tuple[SweepSpec, list[Entry]]:
+        each = {field: {kind: {**fields, **values}[field]} for field in order}
+        spec = make_sweep(4, space=each, **({"search": {"type": "grid"}} if kind == "grid" else {}))
+        return spec, [begun_of(spec, load_base()), *trials_of(spec)]
+
+    _, log = begun("grid", *fields)
+    other, (now, *_) = begun("grid", *reversed(fields))
+    with pytest.raises(
+        ResumeError, match="^space: .* order train.z_loss, optim.lr, and the sweep s was begun with opt"
+    ):
+        check_same(other, now, log)
+    # Draws go by the names of their fields, and some orders give the same trials.
+    for kind, values in (("choice", {}), ("grid", {"train.z_loss": [0.0]})):
+        _, log = begun(kind, *fields, **values)
+        other, (now, *_) = begun(kind, *reversed(fields), **values)
+        check_same(other, now, log)
+
+
 def test_a_log_with_trials_of_another_space_is_refused() -> None:
     """A stranger's could set any field of a config, such as one by which code runs."""
     spec, base = make_sweep(2), load_base()
