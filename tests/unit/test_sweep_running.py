@@ -21,13 +21,14 @@ from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError, Trai
 from raytune_fsdp.cli import plan_rows
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config, recorded_text
+from raytune_fsdp.launch import run_lock
 from raytune_fsdp.launch.environment import with_package
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
 from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value, read_log
-from raytune_fsdp.tune.place import SweepDir
+from raytune_fsdp.tune.place import SweepDir, as_run
 from raytune_fsdp.tune.running import children, tied
 from raytune_fsdp.tune.running.cluster import threads_for
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
@@ -219,6 +220,16 @@ def test_what_cannot_be_compared_or_begun_is_refused_at_once(tmp_path: Path) -> 
     Recorded(tmp_path / "runs", "rates")
     with pytest.raises(ConfigError, match=r"name=rates: .*rates is a run: give the sweep another name"):
         sweep(sweep_of(tmp_path))
+
+
+def test_a_second_command_is_refused_in_the_words_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.3)
+    spec = sweep_of(tmp_path)
+    with (
+        run_lock.locked(as_run(spec, checked(spec)[0][0])),
+        pytest.raises(ConfigError, match=r"^name=rates: another command works on .*, or choose another name$"),
+    ):
+        sweep(spec)
 
 
 def test_what_a_sweep_takes_is_said_before_it_starts(tmp_path: Path) -> None:
