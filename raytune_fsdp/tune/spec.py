@@ -183,9 +183,13 @@ class BudgetConfig(Section):
     def _time(cls, value: str | None) -> str | None:
         if value is not None:
             try:
-                datetime.fromisoformat(value)
+                given = datetime.fromisoformat(value)
             except ValueError:
                 raise ValueError("is not a date and a time: write it like 2026-12-01 08:00") from None
+            try:
+                given.astimezone()
+            except (ValueError, OverflowError):  # the first or the last day of all, in some zones
+                raise ValueError("is no time here: name one less far away, or leave budget.until out") from None
         return value
 
     def check_until(self) -> None:

@@ -216,6 +216,14 @@ def test_what_is_wrong_with_a_sweep(given: dict[str, Any], said: str) -> None:
         load_sweep({"name": "s", "base": BASE, "space": GRID, **given})
 
 
+@pytest.mark.parametrize("time", ["9999-12-31 23:59:59-12:00", "0001-01-01 00:00+12:00"])
+def test_a_time_that_no_clock_here_shows_is_refused(time: str) -> None:
+    """It is in the year 10000 or 0 here."""
+    with pytest.raises(ConfigError, match=rf"budget.until='?{re.escape(time)}'?: is no time here: name one less far"):
+        make_sweep(budget={"until": time})
+    make_sweep(budget={"until": "2999-12-31 23:59-12:00"}).budget.check_until()
+
+
 @pytest.mark.usefixtures("here")
 def test_a_mistake_in_a_file_says_its_line() -> None:
     Path("sweep.yaml").write_text(YAML.replace("{grid: [1e-4, 3e-4]}", "{uniform: [3]}").replace("seeds", "seed"))
