@@ -143,6 +143,12 @@ class TrialProcess:
         self.run.end("failed")
         return code
 
+    def finds_no_room(self) -> int:
+        """Wait for `cluster.wait_minutes`, and end without an attempt."""
+        append_event(self.run.place.events, names.NO_ROOM, attempt=self.run.number, fields={"missing": "a worker"})
+        self.said = "cluster.wait_minutes=30: the workers did not start in that time"
+        return 1
+
     def code(self) -> int | None:
         return self._code
 

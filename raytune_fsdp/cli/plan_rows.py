@@ -94,8 +94,11 @@ def _times(census: Census, factor: int) -> Census:
     return replace(census, epochs=tuple(factor * samples for samples in census.epochs))
 
 
-def count_rows(config: FinetuneConfig, command: str, progress: Progress | None = None) -> CountedRows:
-    """Count the rows of the training data, for at most SECONDS. `command`: what counts them without a limit.
+def count_rows(
+    config: FinetuneConfig, command: str, progress: Progress | None = None, *, instead: str = "give --samples N, or "
+) -> CountedRows:
+    """Count the rows of the training data, for at most SECONDS. `command`: what counts them without a limit. `instead`:
+    what the caller's command can do without a count.
 
     Raises ConfigError if that cannot be done here, or if no row was read in time.
     """
@@ -113,7 +116,7 @@ def count_rows(config: FinetuneConfig, command: str, progress: Progress | None =
             if isinstance(found, RaytuneError):
                 raise ConfigError(
                     f"the length of train.epochs depends on the data, which could not be counted here "
-                    f"({'; '.join(map(str, found.args))}): give --samples N, or set train.max_steps"
+                    f"({'; '.join(map(str, found.args))}): {instead}set train.max_steps"
                 )
             if isinstance(found, CountedRows):
                 return replace(found, seconds=time.monotonic() - began)
@@ -126,7 +129,7 @@ def count_rows(config: FinetuneConfig, command: str, progress: Progress | None =
     if not seen.rows:
         raise ConfigError(
             f"the length of train.epochs depends on the data, and {limit:g} s are too short to count it ({doing}): "
-            f"`{command}` counts all of it, and this command knows it then; or give --samples N, or set train.max_steps"
+            f"`{command}` counts all of it, and this command knows it then; or {instead}set train.max_steps"
         )
     return seen.estimate(config.data.seq_len, time.monotonic() - began, config.train.global_batch)
 

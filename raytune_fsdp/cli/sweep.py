@@ -86,13 +86,21 @@ def _check(parser: Parser, found: Namespace) -> None:
 
 
 def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler) -> None:
-    """Say what the sweep takes, before anything is started."""
+    """Say what the sweep takes, before anything is started: as far as that is known, unless nothing else is asked."""
+    from raytune_fsdp.base.errors import ConfigError, in_one_line
     from raytune_fsdp.cli.plan_on_gpus import PER_NODE, gpu_of
     from raytune_fsdp.tune.cost import as_data, cost_of, in_words
     from raytune_fsdp.tune.place import SweepDir
 
     gpu = None if found.gpu is None else gpu_of(found.gpu)
-    cost = cost_of(spec, scheduler, configs, _census(configs), gpu=gpu, per_node=found.gpus_per_node or PER_NODE)
+    try:
+        census = _census(configs)
+    except ConfigError as error:
+        if found.dry_run:
+            raise
+        say(f"what the sweep takes is not known yet: {in_one_line(error)}")
+        return
+    cost = cost_of(spec, scheduler, configs, census, gpu=gpu, per_node=found.gpus_per_node or PER_NODE)
     if found.json:
         print(json.dumps(as_data(cost)))
         return
@@ -107,7 +115,7 @@ def _census(configs: Sequence[FinetuneConfig]) -> Census | None:
         return None
     from raytune_fsdp.cli.plan_rows import count_rows
 
-    return count_rows(first, "raytune-fsdp data stats").census
+    return count_rows(first, "raytune-fsdp data stats", instead="").census
 
 
 def _say_result(spec: SweepSpec, result: SweepResult) -> None:

@@ -34,22 +34,35 @@ ROOT = Place((Option(FinetuneConfig),))
 _PACKAGE = Path(__file__).parents[1]
 
 
-def load_config(config: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> FinetuneConfig:
+@dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """A file, or a recipe, as it was when it was read."""
+
+    tree: dict[str, Any]
+    sources: dict[Loc, str]
+    """Where each of its values is."""
+
+
+def load_config(
+    config: str | Path | Mapping[str, Any] | ReadConfig | None = None, overrides: Sequence[str] = ()
+) -> FinetuneConfig:
     """Return a validated config. Raises ConfigError naming every problem.
 
-    `config`: a YAML file, a recipe's name, or the sections themselves, where paths may be `Path`s. `overrides`: flags as
-    on the command line, such as "--optim.lr=1e-4".
+    `config`: a YAML file, also one that was read before, a recipe's name, or the sections themselves, where paths may be
+    `Path`s. `overrides`: flags as on the command line, such as "--optim.lr=1e-4".
     """
     return validated(FinetuneConfig, *merged(config, overrides, ROOT))
 
 
 def merged(
-    config: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], root: Place
+    config: str | Path | Mapping[str, Any] | ReadConfig | None, overrides: Sequence[str], root: Place
 ) -> tuple[dict[str, Any], dict[Loc, str], list[str]]:
     """Return the tree of a file or of a program's sections with the overrides in it, where each of its values is from,
     and what is wrong with the overrides."""
     sources: dict[Loc, str] = {}
-    if isinstance(config, Mapping):
+    if isinstance(config, ReadConfig):
+        tree, sources = _tree(config.tree), dict(config.sources)
+    elif isinstance(config, Mapping):
         tree = _tree(config)
     else:
         tree, sources = ({}, {}) if config is None else read_file(config, root)

@@ -183,6 +183,9 @@ ATTEMPT_FAILED = "attempt_failed"
 seconds (since the attempt began), stop_seconds (of these, the last, in which it was known to have failed, and its ranks
 were to end; null: Ray Train said both at once), and if it trained no step phases, those that it finished."""
 STOP_SECONDS = "stop_seconds"
+NO_ROOM = "no_room"
+"""A command has ended: within `cluster.wait_minutes` the cluster had no room for the run. Fields: missing (what it was
+waiting for, and what was free)."""
 REGISTRY_REPAIRED = "registry_repaired"
 """Ray Train's own list of checkpoints was wrong or unreadable. Fields: what (what was done about it)."""
 RESIZED = "resized"

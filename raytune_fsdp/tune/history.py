@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,6 +79,22 @@ def rank(value: float, highest: bool) -> tuple[bool, float]:
     """Return what values are sorted by, the best first: those that are not finite come last."""
     finite = math.isfinite(value)
     return not finite, (-value if highest else value) if finite else 0.0
+
+
+def has_failed(new: Sequence[Value | TrialEnded], until: int | None) -> bool:
+    """Return whether the news of a trial is that it has failed for good, or was left out, no further than this step."""
+    end = new[-1] if new else None
+    return isinstance(end, TrialEnded) and end.error is not None and until is not None and end.step <= until
+
+
+def end_of(new: Sequence[Value | TrialEnded], until: int | None) -> list[Value | TrialEnded]:
+    """Return what of the news of a trial that has ended belongs on the log: its last value, and its end.
+
+    Of one that has failed where trials are compared, not the value there: the comparison follows at once, and it would
+    win a place.
+    """
+    lost = has_failed(new, until)
+    return [each for each in new if not (lost and isinstance(each, Value) and each.step == until)][-2:]
 
 
 def news(found: Iterable[Value | TrialEnded], known: Mapping[int, TrialHistory]) -> dict[int, list[Value | TrialEnded]]:

@@ -215,8 +215,10 @@ def _read(path: Path) -> tuple[list[Entry], int, bool]:
         return [], 0, False
     except (OSError, UnsoundError) as error:
         raise ResumeError(f"{path}: {reason(error)}: {WAY_OUT}") from error
-    # A crash of the machine may leave zero bytes where the last lines belong.
-    end = content.rfind(b"\n", 0, found if (found := content.find(0)) >= 0 else len(content)) + 1
+    # A crash of the machine may leave zero bytes where the last lines belong. With lines after them they are none.
+    zeros = content.find(0)
+    torn = zeros >= 0 and not content[zeros:].strip(b"\0\n")
+    end = content.rfind(b"\n", 0, zeros if torn else len(content)) + 1
     entries: list[Entry] = []
     trials = 0
     for number, raw in enumerate(content[:end].split(b"\n")[:-1], 1):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.load import ReadConfig, load_config
 from raytune_fsdp.config.problems import shown
 from raytune_fsdp.plan.identity import decided_by_data, named
 from raytune_fsdp.tune.log import Entry, Trial, trials_in
@@ -182,15 +182,19 @@ def _config(
 ) -> FinetuneConfig:
     base, flags = spec.base, dict(changes)
     if RECIPE in flags:
-        base, flags = str(flags.pop(RECIPE)), {**dict(_leaves(spec.base, "")), **flags}
+        base = str(flags.pop(RECIPE))
+        # A flag for a field goes over one for its section: what the space gives as a whole stays whole.
+        shared = {each: value for each, value in _leaves(spec.base, "") if not _is_below(each, flags)}
+        flags = {**shared, **flags}
     flags |= {"run.name": run_name_of(spec, trial, generation), "run.storage": spec.storage, "run.resume": "auto"}
     # Of a base that is the config of another sweep's run.
     flags = {field: value for field, value in flags.items() if not field.startswith("run.fork.")}
     flags |= {"run.stop_after": None, "run.fork": None}
     try:
-        config = _loaded(base, flags)
+        read = spec.read(base) if isinstance(base, str) else base
+        config = _loaded(read, flags)
         if trial.seed:
-            config = _loaded(base, {**flags, "run.seed": config.run.seed + trial.seed})
+            config = _loaded(read, {**flags, "run.seed": config.run.seed + trial.seed})
     except ConfigError as error:
         raise ConfigError(*(_in_our_words(str(line), changes) for line in error.args)) from None
     return config if publishes else _without_names(config, changes)
@@ -207,7 +211,7 @@ def _without_names(config: FinetuneConfig, changes: Mapping[str, Any]) -> Finetu
     return config.model_copy(update={"export": export, "tracking": tracking})
 
 
-def _loaded(base: str | Mapping[str, Any], flags: Mapping[str, Any]) -> FinetuneConfig:
+def _loaded(base: ReadConfig | Mapping[str, Any], flags: Mapping[str, Any]) -> FinetuneConfig:
     """Return a base with some fields changed, by the words that its user would give on a command line."""
     words = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in flags.items()}
     return load_config(base, [f"--{field}={word}" for field, word in words.items()])
@@ -220,6 +224,10 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for name, value in tree.items():
         yield from _leaves(value, f"{path}.{name}" if path else str(name))
+
+
+def _is_below(name: str, fields: Iterable[str]) -> bool:
+    return any(name.startswith(f"{field}.") for field in fields)
 
 
 def _in_our_words(line: str, changes: Mapping[str, Any]) -> str:

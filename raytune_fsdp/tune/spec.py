@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
-from raytune_fsdp.base.errors import Interrupted
-from raytune_fsdp.config.load import ROOT, merged, settle, validated
+from raytune_fsdp.base.errors import ConfigError, Interrupted
+from raytune_fsdp.config.load import ROOT, ReadConfig, merged, read_file, settle, validated
 from raytune_fsdp.config.problems import shown
 from raytune_fsdp.config.recorded import recorded
 from raytune_fsdp.config.rules import Section, local_path, run_name
@@ -182,9 +183,13 @@ class BudgetConfig(Section):
     def _time(cls, value: str | None) -> str | None:
         if value is not None:
             try:
-                datetime.fromisoformat(value)
+                given = datetime.fromisoformat(value)
             except ValueError:
                 raise ValueError("is not a date and a time: write it like 2026-12-01 08:00") from None
+            try:
+                given.astimezone()
+            except (ValueError, OverflowError):  # the first or the last day of all, in some zones
+                raise ValueError("is no time here: name one less far away, or leave budget.until out") from None
         return value
 
     def check_until(self) -> None:
@@ -236,6 +241,22 @@ class SweepSpec(Section):
     skip: list[str] = Field(default_factory=list)
     """Trials to leave out, by their runs' names: those that cannot be trained, so that the sweep goes on without them.
     They are ranked last. The name of a fork leaves its trial out while that is its newest run."""
+
+    _files: dict[str, ReadConfig | ConfigError] = PrivateAttr(default_factory=dict)
+
+    def read(self, file: str) -> ReadConfig:
+        """Return a base as it was when the sweep was loaded: what becomes of the file meanwhile changes no trial.
+
+        Raises ConfigError if it could not be read then.
+        """
+        if file not in self._files:
+            try:
+                self._files[file] = ReadConfig(*read_file(file))
+            except ConfigError as error:
+                self._files[file] = error
+        if isinstance(found := self._files[file], ConfigError):
+            raise ConfigError(*found.args)
+        return found
 
     @property
     def highest(self) -> bool:
@@ -342,7 +363,12 @@ def load_sweep(sweep: str | Path | Mapping[str, Any], overrides: Sequence[str] =
         named = dict(_fields(space, ()))
         tree["space"] = {".".join(path): _meant(path, values) for path, values in named.items()}
         sources |= {("space", ".".join(loc[1:])): each for loc, each in sources.items() if loc[1:] in named}
-    return validated(SweepSpec, tree, sources, problems)
+    spec = validated(SweepSpec, tree, sources, problems)
+    recipes = spec.values[RECIPE].items if RECIPE in spec.space else ()
+    for file in (*map(str, recipes), *([spec.base] if isinstance(spec.base, str) else [])):
+        with suppress(ConfigError):  # which its trials then raise
+            spec.read(file)
+    return spec
 
 
 def _fields(space: Mapping[str, Any], path: Loc) -> Iterator[tuple[Loc, Any]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from raytune_fsdp.base.durable import make_private, replace_durably
-from raytune_fsdp.base.errors import ConfigError, TrainingError, in_one_line
+from raytune_fsdp.base.errors import ConfigError, RaytuneError, TrainingError, in_one_line
 from raytune_fsdp.base.lease import lease_of, token_of
 from raytune_fsdp.checkpoint.on_demand import Requests
 from raytune_fsdp.config import FinetuneConfig
@@ -77,7 +78,7 @@ def sweep(
     if is_run(place.path):
         raise ConfigError(f"name={spec.name}: {place.path} is a run: give the sweep another name")
     spec.budget.check_until()
-    with locked(run), Signals("before a trial was started; nothing is lost") as signals:
+    with _locked(run), Signals("before a trial was started; nothing is lost") as signals:
         lease = lease_of(RunDir.of(run).lock)
         log, begun = _begun(spec, place, first, lambda: before(configs, scheduler))
         requests = Requests(place.path, token_of(lease))
@@ -103,12 +104,23 @@ def sweep(
             try:
                 if best is not None:
                     put_best(spec, log.entries, best)
-            except OSError as error:  # must not hide what has ended the sweep
+            except (OSError, RaytuneError) as error:  # must not hide what has ended the sweep
                 board.say(f"{place.best} could not be written: {in_one_line(error)}; the same command writes it")
             tracked.end(log.entries, best, over=over)
     if best is None:
         raise TrainingError(f"no trial of {spec.name} was measured: {place.outputs} has what they have said")
     return SweepResult(log=log.entries, best=best.trial, place=place)
+
+
+@contextmanager
+def _locked(run: FinetuneConfig) -> Iterator[None]:
+    """Hold the lock of a sweep, which is that of a run in its place. Refuses in the words of a sweep."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(run))
+        except ConfigError as error:
+            raise ConfigError(*(line.replace("run.name", "name") for line in error.args)) from None
+        yield
 
 
 def _begun(

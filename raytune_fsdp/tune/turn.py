@@ -13,7 +13,7 @@ from raytune_fsdp.config.problems import shown
 from raytune_fsdp.tune.log import WAY_OUT, Draw, Entry, SweepBegun, Trial, trials_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
 from raytune_fsdp.tune.space import ADDED_LATER, base_of, config_of, differing, trials_of
-from raytune_fsdp.tune.spec import RECIPE, OptunaSearch, SweepSpec
+from raytune_fsdp.tune.spec import RECIPE, GridSearch, OptunaSearch, SweepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,12 @@ def check_same(spec: SweepSpec, now: SweepBegun, log: Sequence[Entry]) -> None:
     if isinstance(spec.search, OptunaSearch):
         drawn += [(each.number, each.changes) for each in known]
     elif strange := [each.number for each, own in zip(known, trials_of(spec), strict=False) if each != own]:
+        before, today = (", ".join(each["space"]) for each in decides)
+        if isinstance(spec.search, GridSearch) and before != today:
+            raise ResumeError(
+                f"space: its fields are in the order {today}, and the sweep {spec.name} was begun with {before}, in "
+                "which a grid counts its trials: set that back, or give the sweep another name"
+            )
         raise ResumeError(f"the log of {spec.name} has another trial {strange[0]} than its space gives: {WAY_OUT}")
     for trial, changes in drawn:
         if strange_fields := sorted(set(changes) - set(spec.values)):

@@ -25,6 +25,7 @@ from raytune_fsdp.launch.ray.resources import Request
 from raytune_fsdp.launch.ray.supervisor import AttemptSupervisor
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.record import names
 from raytune_fsdp.record.console import ConsoleTracker
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.screen_messages import Looks, read_message
@@ -239,9 +240,22 @@ def test_a_stop_before_the_first_step_ends_within_ten_seconds(tmp_path: Path, mo
     assert said[0].startswith("stopping: no step is being trained")
 
 
+def test_that_there_was_no_room_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a sweep knows that nothing is wrong with its trial."""
+    monkeypatch.setattr(Silent, "state", lambda _: "PENDING")
+    known, place, _, _ = begin(tmp_path, monkeypatch, cluster={"wait_minutes": 0.001})
+    monkeypatch.setattr(supervisor, "nodes", list)
+    known._attempt.waiting._next_word = 0.0
+    known._attempt.waiting._since -= 60
+    with pytest.raises(TrainingError, match="wait_minutes=0.001: .*free now: nothing"):
+        known.until(Future(), ASKED)
+    (event,) = read_events(place.events)
+    assert event["event"] == names.NO_ROOM and "free now" in event["fields"]["missing"]
+
+
 def test_workers_that_start_slowly_need_no_more_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their placement group is there: what they need is reserved."""
-    known, _, _, _ = begin(tmp_path, monkeypatch, cluster={"wait_minutes": 0.001})
+    known, place, _, _ = begin(tmp_path, monkeypatch, cluster={"wait_minutes": 0.001})
     monkeypatch.setattr(supervisor, "nodes", list)
     known._attempt.waiting._next_word = 0.0
     known._attempt.waiting._since -= 60
@@ -250,6 +264,7 @@ def test_workers_that_start_slowly_need_no_more_nodes(tmp_path: Path, monkeypatc
     said = str(ended.value)
     assert said.startswith("cluster.wait_minutes=0.001: the workers did not start in that time; starting 1 worker")
     assert "processes start slowly" in said and "add nodes" not in said and said.endswith("the same command continues")
+    assert not place.events.exists(), "there was room"
 
 
 def test_a_wait_goes_on_in_the_next_attempt_if_no_worker_has_come(

@@ -75,6 +75,16 @@ def test_half_a_line_is_cut(path: Path, whole: int, rest: bytes) -> None:
     assert read_log(path) == ENTRIES
 
 
+def test_a_zero_byte_among_lines_cuts_none_of_them(path: Path) -> None:
+    """Lines that follow it were written, and what they say was decided."""
+    content = bytearray(b"".join(map(line_of, ENTRIES)))
+    content[len(line_of(ENTRIES[0])) + 9] = 0
+    path.write_bytes(content)
+    with pytest.raises(ResumeError, match=r"log.jsonl: line 2 is not an entry .*: put back the log as the sweep wrote"):
+        SweepLog(path)
+    assert path.read_bytes() == content
+
+
 @given(length=st.integers(0, len(b"".join(map(line_of, ENTRIES)))))
 def test_a_log_that_is_cut_anywhere_has_its_whole_lines(length: int) -> None:
     content = b"".join(map(line_of, ENTRIES))[:length]

@@ -18,15 +18,17 @@ import pytest
 import yaml
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted, ResumeError, TrainingError, TransientError
+from raytune_fsdp.cli import plan_rows
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config.load import load_config, recorded_text
+from raytune_fsdp.launch import run_lock
 from raytune_fsdp.launch.environment import with_package
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.tune.best import put_best
 from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
 from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value, read_log
-from raytune_fsdp.tune.place import SweepDir
+from raytune_fsdp.tune.place import SweepDir, as_run
 from raytune_fsdp.tune.running import children, tied
 from raytune_fsdp.tune.running.cluster import threads_for
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
@@ -111,8 +113,9 @@ def test_times_are_added_up_and_what_is_no_time_is_left_out(tmp_path: Path) -> N
     times.ended(0, "rates-000", 0, 1800)
     assert times.hours == 0.5
     with place.times.open("a") as out:
+        out.write(f'{{"what": "ended", "seconds": {10**400}, "ranks": 1}}\n')
         out.write('{"what": "ended", "seconds": "many", "ranks": 1}\n[1]\n{"what": "ended", "sec')
-    assert TrialTimes(place).hours == 0.5 and len(list(read_times(place.times))) == 3
+    assert TrialTimes(place).hours == 0.5 and len(list(read_times(place.times))) == 4
 
 
 def test_what_was_killed_with_its_command_took_the_time_until_its_last_step(tmp_path: Path) -> None:
@@ -164,6 +167,29 @@ def test_a_run_of_other_settings_is_no_trial(tmp_path: Path) -> None:
         check_own(first, place)
 
 
+def test_a_sweep_with_a_secret_goes_on(tmp_path: Path) -> None:
+    """The configs of its runs do not hold it."""
+    given, token = spec_of(tmp_path, "runs"), "hf_abcdefghijklmnopqrstuvwxyz0123456789"
+    given["base"]["cluster"]["env"] = {"HF_TOKEN": token, "OTHER": "1"}
+    given["base"]["eval"]["prompts"] = [f"the key is {token}"]
+    given["base"]["data"]["eval"][0]["name"] = f"others-{token}"
+    first, second = checked(load_sweep(given))[0][:2]
+    place = RunDir.of(first)
+    place.path.mkdir(parents=True)
+    place.config.write_text(recorded_text(first))
+    assert "<redacted>" in place.config.read_text() and token not in place.config.read_text()
+    check_own(first, place)
+    with pytest.raises(ResumeError, match=r"other settings than this trial of the sweep has: optim.lr=0.01 \(there"):
+        check_own(second, place)
+    # Secrets may change where they decide nothing.
+    del given["base"]["cluster"]["env"]
+    given["base"]["eval"]["prompts"] = ["there is no key"]
+    check_own(checked(load_sweep(given))[0][0], place)
+    given["base"]["data"]["eval"][0]["name"] = "others"
+    with pytest.raises(ResumeError, match="other settings than this trial of the sweep has: data.eval=.*redacted"):
+        check_own(checked(load_sweep(given))[0][0], place)
+
+
 def test_a_sweep_does_not_begin_with_what_nobody_knows_to_be_its_own(tmp_path: Path) -> None:
     """The log was removed and not the runs: what they were measured on may have changed since."""
     spec, storage = sweep_of(tmp_path), tmp_path / "runs"
@@ -194,6 +220,16 @@ def test_what_cannot_be_compared_or_begun_is_refused_at_once(tmp_path: Path) -> 
     Recorded(tmp_path / "runs", "rates")
     with pytest.raises(ConfigError, match=r"name=rates: .*rates is a run: give the sweep another name"):
         sweep(sweep_of(tmp_path))
+
+
+def test_a_second_command_is_refused_in_the_words_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.3)
+    spec = sweep_of(tmp_path)
+    with (
+        run_lock.locked(as_run(spec, checked(spec)[0][0])),
+        pytest.raises(ConfigError, match=r"^name=rates: another command works on .*, or choose another name$"),
+    ):
+        sweep(spec)
 
 
 def test_what_a_sweep_takes_is_said_before_it_starts(tmp_path: Path) -> None:
@@ -228,6 +264,33 @@ def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     SweepLog(SweepDir.of(spec).log).append([begun_of(spec, checked(spec)[0][0])])
     assert main(["sweep", str(file), "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("4 trials, 32 steps in all")
+
+
+def test_a_sweep_begins_where_its_length_is_not_known_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trials prepare the data, however long that takes."""
+    monkeypatch.setattr(plan_rows, "SECONDS", 0.0)
+    monkeypatch.setattr(plan_rows, "_STARTING", 0.0)
+    monkeypatch.setattr(plan_rows, "_ENDS_SECONDS", 0.0)
+    begins = list[SweepSpec]()
+
+    def begin(spec: SweepSpec, *, before: Callable[..., None], **_: object) -> None:
+        before(*checked(spec))
+        begins.append(spec)
+
+    monkeypatch.setattr("raytune_fsdp.tune.sweep.sweep", begin)
+    monkeypatch.setattr("raytune_fsdp.cli.sweep._say_result", lambda *_: None)
+    given = spec_of(tmp_path, "runs")
+    given["base"]["train"] |= {"max_steps": None, "epochs": 2}
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(given))
+    assert main(["sweep", str(file)]) == 0 and len(begins) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("what the sweep takes is not known yet: the length of train.epochs depends on the data")
+    assert main(["sweep", str(file), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "too short to count it" in error and "set train.max_steps" in error and "--samples" not in error
 
 
 def test_places_are_trusted_by_every_trial_or_by_none(
@@ -405,6 +468,18 @@ def test_what_fails_around_training_is_never_the_trials_own(trials: Trials, said
     assert not errors(other.sweep())
 
 
+def test_a_trial_that_finds_no_room_waits_for_it(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
+    trials.does["rates-001"] = [TrialProcess.finds_no_room] * 5
+    log = trials.sweep()
+    assert not errors(log) and Decision(4, (1,), (0,)) in log
+    assert capsys.readouterr().out.count("rates-001 waits for room: cluster.wait_minutes=30: the workers") == 1
+    # What then fails for another reason counts, whatever was waited for before.
+    other = Trials(trials.spec.model_copy(update={"name": "other"}), trials.patch)
+    other.does["other-001"] = [TrialProcess.finds_no_room, *[lambda trial: trial.fails("the disk is full")] * 3]
+    with pytest.raises(TrainingError, match="other-001 has failed 3 times, so the sweep stops: the disk is full"):
+        other.sweep()
+
+
 # Forks.
 
 
@@ -445,6 +520,17 @@ def test_a_trial_is_left_out_by_the_name_of_a_fork_too(tmp_path: Path, monkeypat
     log = left_out.sweep()
     assert errors(log) == ["it was left out (skip)"]
     assert [entry.step for entry in log if isinstance(entry, Draw) and entry.trial == 0][:2] == [4, 8], "it has another"
+
+
+def test_a_trial_that_is_left_out_at_its_rung_wins_no_place(trials: Trials) -> None:
+    """It has come there, is the best, and cannot be trained any further."""
+    trials.does["rates-000"] = [lambda trial: trial.fails("no room")] * 3
+    with pytest.raises(TrainingError, match="rates-000 has failed 3 times"):
+        trials.sweep()
+    left_out = Trials(trials.spec.model_copy(update={"skip": ["rates-001"]}), trials.patch)
+    left_out.runs = trials.runs
+    log = left_out.sweep()
+    assert errors(log) == ["it was left out (skip)"] and Decision(4, (0,), (1,)) in log
 
 
 # Exports.
@@ -537,6 +623,22 @@ def test_a_trial_whose_checkpoints_cannot_be_listed_was_stopped_by_nobody(trials
     trials.does["rates-001"] = [is_away]
     log = trials.sweep()
     assert not errors(log) and Decision(4, (1,), (0,)) in log
+
+
+def test_how_a_sweep_ended_is_said_whatever_becomes_of_best_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = {"optim.lr": {"grid": [1e-3, 1e-2]}}
+    trials = Trials(sweep_of(tmp_path, space=space, scheduler={"type": "none"}), monkeypatch)
+
+    def refused(*_: object) -> None:
+        raise ConfigError("it makes no config any more")
+
+    trials.patch.setattr("raytune_fsdp.tune.sweep.put_best", refused)
+    trials.does["rates-001"] = [lambda trial: trial.fails("the disk is full")] * 3
+    with pytest.raises(TrainingError, match="rates-001 has failed 3 times, so the sweep stops: the disk is full"):
+        sweep(trials.spec)
+    assert "best.yaml could not be written: it makes no config any more; the same" in capsys.readouterr().out
 
 
 def test_a_full_disk_under_the_sweep_is_said_in_a_line(trials: Trials) -> None:

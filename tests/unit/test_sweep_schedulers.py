@@ -155,6 +155,35 @@ def test_rungs_by_the_book() -> None:
     assert rungs.next(TRIALS, log).over
 
 
+def test_who_was_left_out_at_a_rung_wins_no_place() -> None:
+    """The best value of all is there, and the user has said `skip`."""
+    end = TrialEnded(1, 10, "it was left out (skip)")
+    found = [Value(0, 10, 5), Value(1, 10, 1), end, *at(10, 6, 7, 8, 9, first=2)]
+    log = log_of()
+    rungs = Rungs([10, 20], eta=2, highest=False)
+    assert rungs.taken(TRIALS, log, found) == [each for each in found if each != Value(1, 10, 1)]
+    log += rungs.taken(TRIALS, log, found)
+    assert decided(rungs, log) == [Decision(10, on=(0, 2, 3), stop=(1, 4, 5))]
+    assert rungs.taken(TRIALS, log_of(Value(1, 10, 1)), found)[1] == end  # of a log that a crash has cut
+    # What it measured before stays; one that came further had a place when it failed.
+    two = log_of(trials=TRIALS[:2])
+    further = [Value(1, 10, 1), Value(1, 20, 1), TrialEnded(1, 20, "broken")]
+    later = Rungs([20], eta=2, highest=False).taken(TRIALS[:2], two, [Value(0, 20, 3), *further])
+    assert later == [Value(0, 20, 3), further[0], further[2]]
+    assert rungs.taken(TRIALS[:2], two, [Value(0, 10, 3), *further]) == [Value(0, 10, 3), further[0]]
+
+    asha = Asha([10, 20], eta=2, highest=False)
+    assert asha.taken(TRIALS, log_of(*at(10, 5)), found) == [end]
+    log = log_of(*at(10, 5), end)
+    assert decided(asha, log) == [Decision(10, on=(0,), stop=())]
+    assert asha.taken(TRIALS, log_of(), further) == further[:1]
+
+    found = [*at(10, 4, 1), TrialEnded(1, 10, "broken"), *at(10, 3, 2, first=2)]
+    log = log_of(trials=MEMBERS) + list(pbt().taken(MEMBERS, log_of(trials=MEMBERS), found))
+    (decision,) = decided(pbt(), log)
+    assert decision == Decision(10, on=(0, 2, 3), stop=(1,))
+
+
 def test_one_alone_trains_to_its_end() -> None:
     log = log_of(*at(10, 5, 3, 4, 2, 3, 9))
     rungs = Rungs([10, 20, 40], eta=4, highest=False)
@@ -250,6 +279,18 @@ def test_pbt_by_the_book() -> None:
     (again,) = decided(pbt(change=["train.z_loss"]), log)
     assert isinstance(again, Draw) and again.source == 0
     assert again.changes["optim.lr"] == draw.changes["optim.lr"] and again.changes != draw.changes
+
+
+@pytest.mark.parametrize(("own", "drawn"), [(40, 32), (31, 31), (30, 40)])
+def test_pbt_draws_no_length_at_which_a_fork_would_train_nothing(own: int, drawn: int) -> None:
+    """It is refused, and the sweep would stop there. Lengths that a fork can have are drawn as ever."""
+    rule = PbtScheduler(type="pbt", every=10, factors=[0.8])
+    shrinks = Pbt(rule, {"train.max_steps": Values("int", (20, 40))}, False, 40)
+    members = [Trial(number, {"train.max_steps": own}, number) for number in range(4)]
+    before = [*at(10, 4, 1, 3, 2), Decision(10, (0, 1, 2, 3), ()), *at(20, 4, 1, 3, 2), Decision(20, (0, 1, 2, 3), ())]
+    (decision,) = decided(shrinks, log := log_of(*before, *at(30, 4, 1, 3, 2), trials=members))
+    (draw,) = decided(shrinks, [*log, decision])
+    assert draw == Draw(0, 30, 1, {"train.max_steps": drawn})
 
 
 @given(value=st.floats(1e-5, 1e-2), key=st.integers(0, 2**64 - 1))
@@ -438,6 +479,28 @@ def test_a_population_changes_no_momentum_by_which_an_optimizer_keeps_more() -> 
     with pytest.raises(ConfigError, match=r"space.optim.optimizer.momentum with scheduler.type=pbt: .*sgd has a mom"):
         scheduler("sgd")
     scheduler("muon")
+
+
+def test_a_grid_whose_fields_are_in_another_order_does_not_go_on() -> None:
+    """Its trials would have other numbers; nothing is wrong with the log."""
+    fields = {"optim.lr": [1e-4, 1e-3], "train.z_loss": [0.0, 1e-4]}
+
+    def begun(kind: str, *order: str, **values: Any) -> tuple[SweepSpec, list[Entry]]:
+        each = {field: {kind: {**fields, **values}[field]} for field in order}
+        spec = make_sweep(4, space=each, **({"search": {"type": "grid"}} if kind == "grid" else {}))
+        return spec, [begun_of(spec, load_base()), *trials_of(spec)]
+
+    _, log = begun("grid", *fields)
+    other, (now, *_) = begun("grid", *reversed(fields))
+    with pytest.raises(
+        ResumeError, match="^space: .* order train.z_loss, optim.lr, and the sweep s was begun with opt"
+    ):
+        check_same(other, now, log)
+    # Draws go by the names of their fields, and some orders give the same trials.
+    for kind, values in (("choice", {}), ("grid", {"train.z_loss": [0.0]})):
+        _, log = begun(kind, *fields, **values)
+        other, (now, *_) = begun(kind, *reversed(fields), **values)
+        check_same(other, now, log)
 
 
 def test_a_log_with_trials_of_another_space_is_refused() -> None:

@@ -104,6 +104,34 @@ def test_a_base_may_be_inline_or_each_trials_own_recipe() -> None:
     assert configs[0].data == load_config("demo").data
 
 
+def test_a_section_of_the_space_goes_over_what_all_recipes_share() -> None:
+    lora = [{"type": "lora", "rank": 4}, {"type": "lora", "rank": 16}]
+    base = {"method": {"type": "lora", "rank": 8, "dropout": 0.1}, "train": {"max_steps": 7, "epochs": None}}
+    space = {"recipe": {"grid": ["demo"]}, "method": {"grid": lora}}
+    spec = load_sweep({"name": "s", "base": base, "space": space})
+    configs = check_trials(spec, trials_of(spec))
+    assert [config.method for config in configs] == [load_config("demo", [f"--method={each}"]).method for each in lora]
+    assert {config.train.max_steps for config in configs} == {7}
+    # A field of the space leaves the rest of its section as the base has it.
+    of_rank = load_sweep({"name": "s", "base": base, "space": {**space, "method": {"rank": {"grid": [4]}}}})
+    (config,) = check_trials(of_rank, trials_of(of_rank))
+    assert config.method.model_dump(include={"rank", "dropout"}) == {"rank": 4, "dropout": 0.1}
+
+
+@pytest.mark.usefixtures("here")
+def test_files_are_read_once() -> None:
+    """A sweep takes days: trials that begin later, and best.yaml, are of the base that the others were trained with."""
+    of_a_base = load_sweep("sweep.yaml")
+    of_recipes = load_sweep({"name": "s", "space": {"recipe": {"grid": ["base.yaml"]}}})
+    specs = (of_a_base, of_recipes, of_a_base.model_copy(update={"concurrent": 2}))
+    Path("base.yaml").write_text(Path("base.yaml").read_text().replace("seed: 5", "seed: 6"))
+    assert [config_of(spec, trials_of(spec)[0]).run.seed for spec in specs] == [5, 5, 5]
+    Path("base.yaml").unlink()
+    assert [config_of(spec, trials_of(spec)[-1]).run.seed for spec in specs] == [6, 5, 6]  # the seeds of two
+    assert "base: base.yaml\n" in sweep_text(of_a_base)
+    assert "config file base.yaml: no such file" in problem("sweep.yaml")
+
+
 def test_a_fork_has_other_changes_and_a_name_of_its_own() -> None:
     spec = make_sweep()
     config = config_of(spec, trials_of(spec)[1], {"optim.lr": 0.25}, generation=1)
@@ -186,6 +214,14 @@ GRID = {"optim.lr": {"grid": [1e-4, 1e-3]}}
 def test_what_is_wrong_with_a_sweep(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_sweep({"name": "s", "base": BASE, "space": GRID, **given})
+
+
+@pytest.mark.parametrize("time", ["9999-12-31 23:59:59-12:00", "0001-01-01 00:00+12:00"])
+def test_a_time_that_no_clock_here_shows_is_refused(time: str) -> None:
+    """It is in the year 10000 or 0 here."""
+    with pytest.raises(ConfigError, match=rf"budget.until='?{re.escape(time)}'?: is no time here: name one less far"):
+        make_sweep(budget={"until": time})
+    make_sweep(budget={"until": "2999-12-31 23:59-12:00"}).budget.check_until()
 
 
 @pytest.mark.usefixtures("here")

@@ -17,7 +17,7 @@ from raytune_fsdp.launch.phases import Phases
 from raytune_fsdp.launch.ray.board import Ended, Ending, Failed, Joined
 from raytune_fsdp.launch.ray.failures import death_of, died
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches
-from raytune_fsdp.launch.ray.resources import answering, nodes, way_out
+from raytune_fsdp.launch.ray.resources import answering, lacks_room, nodes, way_out
 from raytune_fsdp.launch.ray.watch.listening import Listening
 from raytune_fsdp.launch.ray.watch.ranks import Watch
 from raytune_fsdp.record import names
@@ -166,11 +166,19 @@ class RayAttempt:
 class Waiting:
     """The wait for workers. It goes on in the next attempt if none of them has come in this one."""
 
-    def __init__(self, minutes: float, clock: Listening, say: Callable[[str], None]) -> None:
-        """`minutes`: `cluster.wait_minutes`."""
+    def __init__(
+        self,
+        minutes: float,
+        clock: Listening,
+        say: Callable[[str], None],
+        no_room: Callable[[str], None] = lambda missing: None,
+    ) -> None:
+        """`minutes`: `cluster.wait_minutes`. `no_room`: called with what is missing, if resources are, before it is
+        given up."""
         self._minutes = minutes
         self._clock = clock
         self._say = say
+        self._no_room = no_room
         self._since = clock.now
         self._next_word = self._since + _FIRST_WORD_SECONDS
 
@@ -185,6 +193,8 @@ class Waiting:
             return
         waited, missing = now - self._since, missing_now()
         if waited > 60 * self._minutes:
+            if lacks_room(missing):
+                self._no_room(missing)
             raise TrainingError(
                 f"cluster.wait_minutes={self._minutes:g}: the workers did not start in that time; {missing}. "
                 f"{way_out(missing)}; the same command continues"

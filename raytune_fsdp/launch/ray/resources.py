@@ -278,13 +278,18 @@ def shortage(request: Request, nodes: Sequence[Node]) -> str:
 
 def way_out(line: str) -> str:
     """Say what to do about a line of `waiting_for` or `shortage` that stays: only the latter lacks resources."""
-    if _FREE_NOW in line:
+    if lacks_room(line):
         return "Free the resources, add nodes, ask for less (cluster.workers), or wait longer"
     return (
         "No resources are missing, processes start slowly: look for a busy node (uptime there) and for packages that "
         "are imported from a slow file system (time python -c 'import torch, ray.train' there), or raise "
         "cluster.wait_minutes"
     )
+
+
+def lacks_room(line: str) -> bool:
+    """Return whether a line of `waiting_for` or `shortage` names resources that are missing."""
+    return _FREE_NOW in line
 
 
 def scaling_config(request: Request) -> ScalingConfig:

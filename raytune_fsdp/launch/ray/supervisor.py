@@ -127,8 +127,11 @@ class AttemptSupervisor:
             watch=Watch(self._cluster, self._clock),
             nodes=NodeWatches(self._cluster.spot_notice, self._board),
             phases=phases,
-            waiting=waiting or Waiting(self._cluster.wait_minutes, self._clock, self._say),
+            waiting=waiting or Waiting(self._cluster.wait_minutes, self._clock, self._say, self._no_room),
         )
+
+    def _no_room(self, missing: str) -> None:
+        self._attempts.event(names.NO_ROOM, missing=missing)
 
     def next(self) -> Request:
         """Return what the next attempt asks for, once there is room for it. Raise if it is no use to wait longer."""

@@ -60,6 +60,8 @@ class TrialRun:
     """Where its process stops; None: at the run's end."""
     attempt: int = 0
     """The newest attempt on record before its process was started."""
+    no_room: int = 0
+    """How often it had found no room on Ray before that."""
     failures: int = 0
     failed_at: int = -1
     again_at: float = 0.0
@@ -70,6 +72,7 @@ class TrialRun:
     """Whether another command works on it, or may do so."""
     said: bool = False
     """Whether that was said."""
+    said_no_room: bool = False
 
 
 class Runner:
@@ -225,7 +228,8 @@ class Runner:
         tree.setdefault("tracking", {}).setdefault("mlflow", {})["parent"] = self._parent
         config = FinetuneConfig.model_validate({**tree, "run": {**tree["run"], **changed}})
         output = self._place.output(run.name)
-        run.until, run.since, run.said, run.attempt = stretch.until, time.monotonic(), False, run.measured.attempt
+        run.until, run.since, run.said = stretch.until, time.monotonic(), False
+        run.attempt, run.no_room = run.measured.attempt, run.measured.no_room
         try:
             output.parent.mkdir(exist_ok=True)
             run.child = Child(config, output, self._cluster.variables, self._flags)
@@ -314,6 +318,11 @@ class Runner:
         """
         if code == _REFUSED and _WORKED_ON in error:
             return  # it is waited for
+        if run.measured.no_room > run.no_room:  # others have it, and nothing is wrong with the trial
+            if not run.said_no_room:
+                self._board.say(f"{run.name} waits for room: {error}")
+            run.said_no_room, run.again_at = True, time.monotonic() + _AGAIN_SECONDS[0]
+            return
         way_out = f"mend that, and the same command goes on; if the fault is this trial's alone: skip=[{run.name}]"
         if code == _REFUSED:
             raise ConfigError(f"{run.name} is refused, so the sweep stops: {error}; {way_out}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from raytune_fsdp.base.untrusted import UnsoundError, lines_of, parse_json
 from raytune_fsdp.plan.run_dir import METRICS_FILE
-from raytune_fsdp.record.lines import now
+from raytune_fsdp.record.lines import is_number, now
 from raytune_fsdp.record.report.overview import last_step
 from raytune_fsdp.tune.log import open_own
 from raytune_fsdp.tune.place import SweepDir
@@ -74,8 +74,8 @@ def read_times(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _hours(line: dict[str, Any]) -> float:
-    seconds, ranks = line.get("seconds"), line.get("ranks")
-    if not all(type(each) in (int, float) for each in (seconds, ranks)):
+    numbers: list[Any] = [line.get(name) for name in ("seconds", "ranks")]
+    if not all(map(is_number, numbers)):
         return 0.0
-    hours = float(seconds or 0) * float(ranks or 0) / 3600
+    hours = math.prod(map(float, numbers)) / 3600
     return hours if math.isfinite(hours) and hours > 0 else 0.0

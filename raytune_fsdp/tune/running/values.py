@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError, RaytuneError, ResumeError, in_one_line
+from raytune_fsdp.base.redaction import REDACTED
 from raytune_fsdp.checkpoint.catalogue import committed
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.load import load_config, read_file
 from raytune_fsdp.config.problems import shown
+from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.text import spelled
 from raytune_fsdp.plan.run_dir import METRICS_FILE, RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
@@ -42,6 +46,8 @@ class TrialRecord:
     """Whether the run has come to its end, has said so, and has its export, if it is to have one."""
     failure: str = ""
     """How training itself has failed in the newest attempt; empty if it has not."""
+    no_room: int = 0
+    """How many commands have ended because the cluster had no room for the run."""
     gave_up: str = ""
     """Why the newest attempt has failed, by the driver on Ray, which has tried as often as it may; empty if it has
     not."""
@@ -71,7 +77,7 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
         newest = max((each.step for each in committed(place.checkpoints) if each.lasting), default=0)
     except (RaytuneError, OSError) as error:
         unlisted = in_one_line(error)
-    attempt, over, failure, gave_up = 0, False, "", ""
+    attempt, over, failure, gave_up, no_room = 0, False, "", "", 0
     with suppress(RaytuneError, OSError):
         for event in each_event(place.events):
             name, fields = event["event"], event["fields"]
@@ -79,6 +85,8 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
                 attempt, over, failure, gave_up = event["attempt"], False, "", ""
             elif name == names.ATTEMPT_FAILED:  # also of one that has not come so far as to get a number
                 gave_up = str(fields.get("cause"))
+            elif name == names.NO_ROOM:
+                no_room += 1
             elif event["attempt"] == attempt and name == names.ATTEMPT_ENDED:
                 over = fields.get("status") == "finished"
             elif event["attempt"] == attempt and name == names.TRAINING_FAILED:
@@ -93,6 +101,7 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
         over=over and has_export(config, place),
         failure=failure,
         gave_up=gave_up,
+        no_room=no_room,
     )
 
 
@@ -110,7 +119,7 @@ def check_own(config: FinetuneConfig, place: RunDir) -> None:
     if not place.config.is_file():
         return
     try:
-        there, now = base_of(load_config(place.config)), base_of(config)
+        there, now = base_of(_on_record(place, config)), base_of(config)
     except ConfigError as error:
         raise ResumeError(f"{place.config} cannot be read, so nothing says whose run it is: {error}") from error
     other = [f"{field}={shown(new)} (there {shown(old)})" for field, old, new in differing(there, now)]
@@ -119,6 +128,25 @@ def check_own(config: FinetuneConfig, place: RunDir) -> None:
             f"{place.path} has a run of other settings than this trial of the sweep has: {', '.join(other)}: move it "
             "away, or give the sweep another name"
         )
+
+
+def _on_record(place: RunDir, config: FinetuneConfig) -> FinetuneConfig:
+    """Return the config on a run's record. Where that holds no secrets, `config` has those that it would leave out."""
+    tree, own = read_file(place.config)[0], config.model_dump()
+    if isinstance(cluster := tree.get("cluster"), dict):
+        cluster.pop("env", None)  # it decides nothing, and its secrets may be others now
+    return load_config(_with_secrets(tree, own, recorded(own)))
+
+
+def _with_secrets(there: Any, own: Any, shown_of_own: Any) -> Any:
+    if isinstance(there, dict) and isinstance(own, Mapping):
+        return {key: _with_secrets(each, own.get(key), shown_of_own.get(key)) for key, each in there.items()}
+    if isinstance(there, list) and isinstance(own, list) and len(there) == len(own):
+        return [_with_secrets(*each) for each in zip(there, own, shown_of_own, strict=True)]
+    text = spelled(there)
+    if not isinstance(text, str) or REDACTED not in text:
+        return there
+    return own if text == shown_of_own else text.replace(REDACTED, "redacted")  # another secret: a value has no mark
 
 
 def check_begins(spec: SweepSpec) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raytune_fsdp.tune.history import TrialHistory, histories, news, rank
+from raytune_fsdp.tune.history import TrialHistory, end_of, has_failed, histories, news, rank
 from raytune_fsdp.tune.log import Decision, Entry, Trial, TrialEnded, Value
 from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 
@@ -34,10 +34,10 @@ class Asha:
         new = news(found, ladder.known)
         for each in found:  # in the order in which they came
             own, until = new.get(each.trial, []), self._until(ladder, each.trial)
-            if each.step == until and isinstance(each, Value) and each in own:
+            if each.step == until and isinstance(each, Value) and each in own and not has_failed(own, until):
                 return [each]
             if isinstance(each, TrialEnded) and each in own and not self._waits(ladder, each.trial):
-                return own[-2:]
+                return end_of(own, until)
         return []
 
     def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:

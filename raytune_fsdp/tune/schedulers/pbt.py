@@ -73,11 +73,15 @@ class Pbt:
         if not best:
             raise ResumeError(f"after step {at.step} no trial goes on that was measured: {WAY_OUT}")
         source = best[derive_key("pbt", self.rule.seed, trial, at.step) % len(best)]
-        changes = dict(changes_now(known[source].trial, log, at.step))
+        own = changes_now(known[source].trial, log, at.step)
+        changes = dict(own)
         for field in self.space if self.rule.change is None else self.rule.change:
             if field in changes:
                 key = derive_key("pbt", self.rule.seed, trial, at.step, field)
                 changes[field] = self._changed(changes[field], self.space[field], key)
+        if _LENGTH in changes:  # a fork that would end where it begins is refused
+            lengths = (changes[_LENGTH], own[_LENGTH], self.last)
+            changes[_LENGTH] = next((each for each in lengths if each > at.step), self.last)
         return Draw(trial, at.step, source, changes)
 
     def _changed(self, value: Any, values: Values, key: int) -> Any:
@@ -87,6 +91,9 @@ class Pbt:
         low, high = values.items
         moved = min(max(value * self.rule.factors[key % len(self.rule.factors)], low), high)
         return round(moved) if values.kind == "int" else rounded(moved, low, high)
+
+
+_LENGTH = "train.max_steps"
 
 
 def _stretch(each: TrialHistory, until: int | None) -> Stretch:

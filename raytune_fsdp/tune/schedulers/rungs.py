@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
 
-from raytune_fsdp.tune.history import TrialHistory, histories, news, rank
+from raytune_fsdp.tune.history import TrialHistory, end_of, has_failed, histories, news, rank
 from raytune_fsdp.tune.log import Decision, Entry, Trial, TrialEnded, Value
 from raytune_fsdp.tune.schedulers.protocol import Found, Next, Stretch
 
@@ -23,12 +23,14 @@ def arrivals(members: Sequence[TrialHistory], found: Sequence[Found], until: int
     for member in members:
         new = news_of.get(member.number, [])
         at = [each for each in new if isinstance(each, Value) and each.step == until]
-        if at or (until is not None and until in member.values) or member.state != "open":
+        if has_failed(new, until):
+            taken += end_of(new, until)
+        elif at or (until is not None and until in member.values) or member.state != "open":
             taken += at
         elif not new or not isinstance(new[-1], TrialEnded):
             return []
         else:
-            taken += new[-2:]
+            taken += end_of(new, until)
     return taken
 
 
