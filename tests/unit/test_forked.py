@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -20,9 +21,16 @@ import pytest
 import raytune_fsdp
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.notices import JOB_CONFIG
-from raytune_fsdp.launch.ray.forked import templates
+from raytune_fsdp.launch.ray.forked import ask, template, templates
 from raytune_fsdp.launch.ray.forked.messages import receive
-from raytune_fsdp.launch.ray.forked.process import LAUNCHER, SOCKET, difference, of_process
+from raytune_fsdp.launch.ray.forked.process import (
+    LAUNCHER,
+    SOCKET,
+    Wanted,
+    difference,
+    of_process,
+    worker_of_ray,
+)
 
 pytestmark = pytest.mark.thorough
 PACKAGE = Path(raytune_fsdp.__file__).parent
@@ -31,12 +39,12 @@ TEMPLATE = """
 import sys
 from pathlib import Path
 from raytune_fsdp.launch.ray.forked import template
-directory, worker, package, linger, names = sys.argv[1:]
+directory, worker, package, linger, names, begun_as = sys.argv[1:]
 template.worker_of_ray = lambda: Path(worker)
 template.LINGER_SECONDS = float(linger)
 template.IMPORTS = tuple(names.split())
 template._TICK_SECONDS = 0.2
-template.main(Path(directory), Path(package), "1")
+template.main(Path(directory), Path(package), "1", begun_as)
 """
 IMPATIENT = """
 import sys
@@ -83,14 +91,18 @@ class Node:
         self, directory: Path, *, linger: float = 60.0, names: str = "torch numpy", package: Path = PACKAGE
     ) -> None:
         self.directory, self.script = directory, directory.parent / "worker.py"
-        directory.mkdir(0o700)
+        directory.mkdir(0o700, exist_ok=True)
         self.script.write_text(WORKER)
         places = os.pathsep.join([str(PACKAGE.parent), str(directory.parent)])
         own = {"RAY_RAYLET_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
         self.env = {**os.environ, **own}
-        command = [sys.executable, "-c", TEMPLATE, *map(str, (directory, self.script, package, linger, names))]
+        self.begun_as = templates._begun_as(self.env)
+        given = (directory, self.script, package, linger, names, self.begun_as)
+        command = [sys.executable, "-c", TEMPLATE, *map(str, given)]
         with open(directory.parent / "log", "ab") as log:
-            subprocess.run(command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            subprocess.run(
+                command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
 
     def connected(self) -> socket.socket:
         found = templates._connected(self.directory, time.monotonic() + 60)
@@ -257,8 +269,8 @@ def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp
     asked = node.start("wait")
     assert asked.stdout is not None and json.loads(asked.stdout.readline())["forked"]
     worker = _worker_of(asked)
-    (template,) = {each.pid for each in node.processes()} - {worker.pid, asked.pid}
-    os.kill(template, signal.SIGKILL)
+    (pid,) = {each.pid for each in node.processes()} - {worker.pid, asked.pid}
+    os.kill(pid, signal.SIGKILL)
     assert not node.facts()["forked"]
     assert str(PACKAGE) not in (node.directory / LAUNCHER).read_text(), "a job's copy of it may be gone before this"
     assert worker.is_running() and asked.poll() is None
@@ -309,6 +321,53 @@ def test_code_that_was_written_meanwhile_is_not_what_it_has_imported(tmp_path: P
     assert not node.facts()["forked"]
     assert f"{module} has changed since it was imported" in node.log()
     templates.release(kept)
+
+
+def test_the_template_of_a_killed_driver_serves_the_next_one_or_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all workers of a command that is started again from another login would start slowly."""
+    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 1.0)
+    module = tmp_path / "a_module_of_code.py"
+    module.write_text("value = 1\n")
+    node = Node(tmp_path / "t", names="a_module_of_code")
+    kept = node.connected()
+    until(lambda: "ready" in node.log())
+    (first,) = node.processes()
+    elsewhere = templates._begun_as({**node.env, "HF_HOME": "/elsewhere"})
+    assert templates._taken_over(node.directory, elsewhere) is None and first.is_running(), "its driver lives"
+    kept.close()
+    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 20.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it begins another"))
+        again = templates.own(node.directory, "1", {**node.env, "RAY_JOB_ID": "02", "SHLVL": "3"})
+    assert again is not None and node.processes() == [first]
+    again.close()
+    assert templates._taken_over(node.directory, elsewhere) is None
+    until(lambda: not node.processes())
+    other = Node(node.directory, names="a_module_of_code")
+    kept = other.connected()
+    until(lambda: node.log().count("ready") == 2)
+    assert other.processes() != [first]
+    module.write_text("value = 22\n")
+    kept.close()
+    assert templates._taken_over(node.directory, other.begun_as) is None
+    until(lambda: not node.processes())
+    assert node.directory.exists(), "the next one may have begun in it"
+
+
+def test_what_python_finds_from_where_it_is_started_is_not_forked_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for places, refused in (("/a:/b", False), ("", False), ("/a:b", True), ("/a:", True)):
+        monkeypatch.setenv("PYTHONPATH", places)
+        wanted = Wanted(**ask.wanted([str(worker_of_ray())]))  # type: ignore[arg-type]
+        with socket.socket(socket.AF_UNIX) as listener:
+            found = template.NodeTemplate(-1, listener, wanted.env, "")
+            assert found._why_not(wanted) is None
+            before = templates._begun_as(wanted.env)
+            wanted.cwd = "/"
+            assert ("PYTHONPATH is relative" in str(found._why_not(wanted))) == refused
+            with contextlib.chdir("/"):
+                assert (templates._begun_as(wanted.env) != before) == refused
 
 
 def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:

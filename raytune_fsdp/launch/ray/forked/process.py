@@ -56,6 +56,11 @@ def of_process(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not name.startswith(late) and name not in OF_SHELLS}
 
 
+def is_relative(env: Mapping[str, str]) -> bool:
+    """Return whether what Python imports depends on the directory that it is started in."""
+    return any(not os.path.isabs(place) for place in (env.get("PYTHONPATH") or "/").split(os.pathsep))
+
+
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Name the variables that are not the same in both."""
     return ", ".join(sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)))
