@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -102,6 +103,7 @@ class Node:
         with open(directory.parent / "log", "ab") as log:
             subprocess.run(
                 command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=_allow_few_files,
             )  # fmt: skip
 
     def connected(self) -> socket.socket:
@@ -126,6 +128,11 @@ class Node:
 
     def processes(self) -> list[psutil.Process]:
         return [each for each in psutil.process_iter() if str(self.directory) in " ".join(_command(each))]
+
+
+def _allow_few_files() -> None:
+    """As shells do."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -179,6 +186,13 @@ def test_a_fork_is_what_a_new_process_would_be(node: Node, tmp_path: Path) -> No
     assert (forked["threads"], forked["torch_threads"], forked["files"]) == (1, 1, [0, 1, 2])
     assert signal.SIGINT in forked["blocked"] and forked["signals"][str(int(signal.SIGHUP))] == str(signal.SIG_IGN)
     assert forked["umask"] == 0o027 and forked["cpus"] == [0] and forked["oom"].strip() == "500"
+
+
+def test_a_template_may_have_all_the_files_that_forks_of_many_cores_take(node: Node) -> None:
+    """Three each. Their own limit is the one that was asked for: see above."""
+    (process,) = node.processes()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert process.rlimit(psutil.RLIMIT_NOFILE) == (most, most) and most > 256
 
 
 def test_a_fork_has_the_environment_that_was_asked_for(node: Node) -> None:

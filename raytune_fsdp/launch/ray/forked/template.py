@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import selectors
 import shlex
 import shutil
@@ -318,6 +319,8 @@ def _write_launcher(directory: Path) -> None:
 def main(directory: Path, package: Path, threads: str, begun_as: str = "") -> None:
     if os.fork():
         os._exit(0)  # Ray ends the children of its processes with them: this one is to be nobody's
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each fork takes three files here, and has its own limit
     os.environ.setdefault(OMP, threads)
     if not sys.flags.safe_path:
         sys.path[0] = str(worker_of_ray().parent)  # where Python puts the directory of a program that it runs
