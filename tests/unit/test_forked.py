@@ -25,6 +25,7 @@ from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked import ask, template, templates
 from raytune_fsdp.launch.ray.forked.messages import receive
 from raytune_fsdp.launch.ray.forked.process import (
+    ASK,
     LAUNCHER,
     SOCKET,
     Wanted,
@@ -427,6 +428,28 @@ def test_without_a_template_a_worker_has_the_python_of_its_ray(tmp_path: Path, l
     program = templates.Templates(ClusterConfig(), tmp_path).runtime_env()["py_executable"]
     command = ["bash", "-c", f"exec {program} {shlex.quote(str(worker))} 'c d'"]  # as Ray starts it
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"here {worker} c d\n"
+
+
+def test_a_launcher_is_used_only_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that ends removes both, and the next one writes both, while Ray starts workers."""
+    monkeypatch.setattr(templates, "_PARENT", tmp_path)
+    monkeypatch.setattr(templates, "worker_of_ray", lambda: "worker")
+    monkeypatch.setattr(templates.sys, "executable", "/bin/echo")
+    made = templates.Templates(ClusterConfig(), tmp_path)
+    made._directory.mkdir()
+    template._write_launcher(made._directory)
+    (made._directory / LAUNCHER).write_text('#!/bin/sh\necho fork "$@"\n')
+    command = ["bash", "-c", f"exec {made.runtime_env()['py_executable']} worker x"]
+    program = made._directory / ASK
+    whole = program.read_text()
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "fork worker x\n"
+    for lose in (lambda: program.write_text(""), program.unlink):
+        lose()
+        assert subprocess.run(command, capture_output=True, text=True).stdout == "worker x\n"
+    template._write_launcher(made._directory)
+    with open(program) as being_read:
+        template._write_launcher(made._directory)
+        assert os.fstat(being_read.fileno()).st_nlink == 0 and being_read.read() == whole == program.read_text()
 
 
 @pytest.mark.parametrize("content", [b"no JSON", b""])

@@ -308,12 +308,13 @@ def _begin(directory: Path, package: Path, begun_as: str) -> NodeTemplate | None
 
 def _write_launcher(directory: Path) -> None:
     # A copy: this directory may outlive a template that is killed, and the code that a job has brought with it.
-    shutil.copyfile(ask.__file__, directory / ASK)
     program = [sys.executable, "-IS", str(directory / ASK), str(directory / SOCKET)]
-    new = directory / f"{LAUNCHER}.new"
-    new.write_text(f'#!/bin/sh\nexec {shlex.join(program)} "$@"\n')
-    new.chmod(0o700)
-    new.rename(directory / LAUNCHER)
+    texts = {ASK: Path(ask.__file__).read_text(), LAUNCHER: f'#!/bin/sh\nexec {shlex.join(program)} "$@"\n'}
+    for name, text in texts.items():
+        new = directory / f"{name}.new"
+        new.write_text(text)
+        new.chmod(0o700)
+        new.rename(directory / name)  # at once: Ray may be starting the one of a template that was killed
 
 
 def main(directory: Path, package: Path, threads: str, begun_as: str = "") -> None:
@@ -331,6 +332,7 @@ def main(directory: Path, package: Path, threads: str, begun_as: str = "") -> No
     if asked is not None:
         run(*asked)
     elif not template.replaced:
+        (directory / LAUNCHER).unlink(missing_ok=True)  # first: it needs the others
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -28,6 +28,7 @@ from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked import ask
 from raytune_fsdp.launch.ray.forked.messages import KEPT, LATER, send
 from raytune_fsdp.launch.ray.forked.process import (
+    ASK,
     LAUNCHER,
     LOG,
     SOCKET,
@@ -45,7 +46,7 @@ _ENDS_SECONDS = 2.0
 _OWN_PYTHON = {"pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight", "rocprof_sys", "java_jars"}
 """Fields of a job's runtime environment that decide which Python its workers are, or how that is started."""
 _PROGRAM = """
-[ -O {directory} ] && [ ! -L {directory} ] && [ -x {directory}/{launcher} ] && exec {directory}/{launcher} "$@"
+d={directory}; [ -O "$d" ] && [ ! -L "$d" ] && [ -s "$d"/{ask} ] && [ -x "$d"/{launcher} ] && exec "$d"/{launcher} "$@"
 [ "$1" = {worker} ] && [ -x {python} ] && exec {python} "$@"
 p="${{1%/lib*/python3*}}/bin/python3"; [ -x "$p" ] && exec "$p" "$@"
 exec python3 "$@"
@@ -70,7 +71,8 @@ class Templates:
         if not self.used:
             return {}
         quoted = {
-            "directory": self._directory, "launcher": LAUNCHER, "worker": worker_of_ray(), "python": sys.executable,
+            "directory": self._directory, "ask": ASK, "launcher": LAUNCHER, "worker": worker_of_ray(),
+            "python": sys.executable,
         }  # fmt: skip
         program = _PROGRAM.format(**{name: shlex.quote(str(value)) for name, value in quoted.items()})
         return {"py_executable": f"bash -c {shlex.quote(program)} worker"}
