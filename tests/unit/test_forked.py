@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -26,6 +27,7 @@ from raytune_fsdp.launch.ray.forked import ask, template, templates
 from raytune_fsdp.launch.ray.forked.messages import receive
 from raytune_fsdp.launch.ray.forked.process import (
     ASK,
+    DIRECTORIES,
     LAUNCHER,
     SOCKET,
     Wanted,
@@ -383,6 +385,23 @@ def test_what_python_finds_from_where_it_is_started_is_not_forked_elsewhere(monk
             assert ("PYTHONPATH is relative" in str(found._why_not(wanted))) == refused
             with contextlib.chdir("/"):
                 assert (templates._begun_as(wanted.env) != before) == refused
+
+
+def test_what_killed_templates_have_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    """Not of one that lives, not of others, and not what is just being made."""
+    old = time.time() - 2 * template._OLD_SECONDS
+    (tmp_path / "theirs").mkdir()
+    for name in ("gone", "lives", "begins", "new"):
+        (place := tmp_path / f"{DIRECTORIES}{name}").mkdir()
+        if name != "begins":
+            (place / template._LOCK).touch()
+        os.utime(place, None if name == "new" else (old, old))
+    (tmp_path / f"{DIRECTORIES}link").symlink_to(tmp_path / "theirs")
+    with open(tmp_path / f"{DIRECTORIES}lives" / template._LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        template.clear(tmp_path)
+    left = sorted(each.name.removeprefix(DIRECTORIES) for each in tmp_path.iterdir())
+    assert left == ["begins", "link", "lives", "new", "theirs"]
 
 
 def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:

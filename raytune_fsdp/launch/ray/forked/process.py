@@ -15,6 +15,8 @@ from pathlib import Path
 
 SOCKET, LAUNCHER, ASK, LOG = "socket", "python", "ask.py", "log"
 """Files in the directory of a template."""
+DIRECTORIES = "raytune-forks-"
+"""How the names of these directories begin."""
 OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
 """Variables that differ between processes, and that nothing reads. SPT_NOENV is set by setproctitle in Ray's own."""
 OMP = "OMP_NUM_THREADS"

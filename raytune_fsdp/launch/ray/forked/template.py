@@ -25,6 +25,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import sys
 import time
 import warnings
@@ -41,6 +42,7 @@ from raytune_fsdp.launch.ray.forked import ask
 from raytune_fsdp.launch.ray.forked.messages import ENDS, KEPT, LATER, receive, user_of
 from raytune_fsdp.launch.ray.forked.process import (
     ASK,
+    DIRECTORIES,
     LAUNCHER,
     OMP,
     SOCKET,
@@ -59,6 +61,7 @@ LINGER_SECONDS = 60.0
 """How long it stays without a driver and without a worker."""
 _TICK_SECONDS = 2.0
 _READ_SECONDS = 5.0
+_OLD_SECONDS = 3600.0
 IMPORTS = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "raytune_fsdp.launch.worker",
     "raytune_fsdp.launch.shared_storage", "raytune_fsdp.predict.preflight",
@@ -291,6 +294,7 @@ def _begin(directory: Path, package: Path, begun_as: str) -> NodeTemplate | None
     listener.bind(str(directory / SOCKET))
     listener.listen(512)  # those who ask meanwhile wait: they would take as long to import it all
     _write_launcher(directory)
+    clear(directory.parent)
     env = dict(os.environ)
     quiet()  # as ranks do before they import transformers
     os.environ[_BY_NVML] = env.get(_BY_NVML, "1")
@@ -315,6 +319,22 @@ def _write_launcher(directory: Path) -> None:
         new.write_text(text)
         new.chmod(0o700)
         new.rename(directory / name)  # at once: Ray may be starting the one of a template that was killed
+
+
+def clear(parent: Path) -> None:
+    """Remove what templates of this user have left that were killed long ago."""
+    for each in parent.glob(f"{DIRECTORIES}*"):
+        with suppress(OSError):
+            facts = each.lstat()
+            if (
+                stat.S_ISDIR(facts.st_mode)
+                and facts.st_uid == os.getuid()
+                and time.time() - facts.st_mtime > _OLD_SECONDS
+            ):
+                lock = os.open(each / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                with os.fdopen(lock):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(each)
 
 
 def main(directory: Path, package: Path, threads: str, begun_as: str = "") -> None:

@@ -29,6 +29,7 @@ from raytune_fsdp.launch.ray.forked import ask
 from raytune_fsdp.launch.ray.forked.messages import KEPT, LATER, send
 from raytune_fsdp.launch.ray.forked.process import (
     ASK,
+    DIRECTORIES,
     LAUNCHER,
     LOG,
     SOCKET,
@@ -129,7 +130,7 @@ def directory_of(run_dir: Path, threads: str) -> Path:
     """
     tree = [sys.prefix, *raytune_fsdp.__path__, raytune_fsdp.__version__, ray.__version__]
     of = [str(os.getuid()), str(run_dir), *tree, threads]
-    return _PARENT / f"raytune-forks-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}"
+    return _PARENT / f"{DIRECTORIES}{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}"
 
 
 def possible() -> bool:
