@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -297,10 +296,11 @@ def _run_rank(
         meeting = meet(minutes)
         # Before rank 0 joins the others, who get the result then: the planner needs a process group of its own.
         if is_rank0():
-            with _waited_for(meeting.store):
+            with _waited_for(meeting):
                 found = _beforehand(look)
         else:
-            _wait_for_rank0(meeting.store, minutes)
+            while not _wait_for_rank0(meeting, minutes):
+                meeting = meet(minutes)
             found = look
         _join(config, device, meeting)
         try:
@@ -345,14 +345,15 @@ def _beforehand(work: Callable[[], T]) -> Callable[[], T]:
 
 
 @contextmanager
-def _waited_for(store: Store) -> Iterator[None]:
+def _waited_for(meeting: Meeting) -> Iterator[None]:
     """Let the other ranks know that this one lives, for however long the context lasts, and then that they may join."""
-    over = Event()
+    over, store = Event(), meeting.store
 
     def say() -> None:
         with suppress(dist.DistError):  # joining the others reports it
             while not over.wait(_SIGN_SECONDS):
                 store.add(_SIGNS, 1)
+                meeting.answer()
 
     thread = Thread(target=say, name="signs", daemon=True)
     thread.start()
@@ -364,11 +365,16 @@ def _waited_for(store: Store) -> Iterator[None]:
     store.set(_PREPARED, "")
 
 
-def _wait_for_rank0(store: Store, minutes: float) -> None:
-    """Return when rank 0 has prepared the run: who has joined waits for it no longer than for a step."""
-    signs, heard = -1, time.monotonic()
+def _wait_for_rank0(meeting: Meeting, minutes: float) -> bool:
+    """Return when rank 0 has prepared the run: who has joined waits for it no longer than for a step.
+
+    False: it was started again meanwhile, and waits at another meeting.
+    """
+    store, signs, heard = meeting.store, -1, time.monotonic()
     try:
         while not store.check([_PREPARED]):
+            if meeting.is_over():
+                return False
             newest, now = store.add(_SIGNS, 0), time.monotonic()
             if newest != signs:
                 signs, heard = newest, now
@@ -384,6 +390,7 @@ def _wait_for_rank0(store: Store, minutes: float) -> None:
             f"rank 0 has ended before the run was prepared ({error}): see what it has printed; the same command "
             "continues"
         ) from error
+    return True
 
 
 def _join(config: FinetuneConfig, device: torch.device, at: Meeting | None = None) -> None:

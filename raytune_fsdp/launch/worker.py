@@ -53,7 +53,7 @@ def join(
     # groups are divided: torch would then split this one, which nobody has tried for gloo together with NCCL.
     bound = device if device.type == "cuda" and not subgroups else None
     # Alone, a store in memory: the default one would read addresses from the environment and open a port.
-    store, rank, world = (HashStore(), 0, 1) if alone else at or (None, -1, -1)
+    store, rank, world = (HashStore(), 0, 1) if alone else (at.store, at.rank, at.world) if at else (None, -1, -1)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.launch import local
 from raytune_fsdp.launch.environment import environment
+from raytune_fsdp.launch.torchrun import Meeting
 
 
 def test_only_what_nobody_has_set_is_set_and_only_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,15 +43,15 @@ def test_two_calls_at_once_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_wait_for_the_first_one_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun it prepares for all. To wait in the process group would end after cluster.collective_minutes."""
     monkeypatch.setattr(local, "_SIGN_SECONDS", 0.01)
-    store, minutes = HashStore(), 0.5 / 60
+    meeting, minutes = Meeting(HashStore(), 0, 2, "a"), 0.5 / 60
     joined = Event()
-    other = Thread(target=lambda: (local._wait_for_rank0(store, minutes), joined.set()), daemon=True)
+    other = Thread(target=lambda: local._wait_for_rank0(meeting, minutes) and joined.set(), daemon=True)
     other.start()
-    with local._waited_for(store):
+    with local._waited_for(meeting):
         assert not joined.wait(4 * 60 * minutes)
     assert joined.wait(10)
     with pytest.raises(TrainingError, match=r"no sign of life for cluster.collective_minutes=0.0001: .* data stats"):
-        local._wait_for_rank0(HashStore(), 0.0001)
+        local._wait_for_rank0(Meeting(HashStore(), 1, 2, "a"), 0.0001)
 
 
 def test_ranks_of_this_machine_meet_at_an_address_that_every_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -20,9 +23,18 @@ import pytest
 import raytune_fsdp
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.notices import JOB_CONFIG
-from raytune_fsdp.launch.ray.forked import templates
+from raytune_fsdp.launch.ray.forked import ask, template, templates
 from raytune_fsdp.launch.ray.forked.messages import receive
-from raytune_fsdp.launch.ray.forked.process import LAUNCHER, SOCKET, difference, of_process
+from raytune_fsdp.launch.ray.forked.process import (
+    ASK,
+    DIRECTORIES,
+    LAUNCHER,
+    SOCKET,
+    Wanted,
+    difference,
+    of_process,
+    worker_of_ray,
+)
 
 pytestmark = pytest.mark.thorough
 PACKAGE = Path(raytune_fsdp.__file__).parent
@@ -31,12 +43,12 @@ TEMPLATE = """
 import sys
 from pathlib import Path
 from raytune_fsdp.launch.ray.forked import template
-directory, worker, package, linger, names = sys.argv[1:]
+directory, worker, package, linger, names, begun_as = sys.argv[1:]
 template.worker_of_ray = lambda: Path(worker)
 template.LINGER_SECONDS = float(linger)
 template.IMPORTS = tuple(names.split())
 template._TICK_SECONDS = 0.2
-template.main(Path(directory), Path(package), "1")
+template.main(Path(directory), Path(package), "1", begun_as)
 """
 IMPATIENT = """
 import sys
@@ -83,14 +95,19 @@ class Node:
         self, directory: Path, *, linger: float = 60.0, names: str = "torch numpy", package: Path = PACKAGE
     ) -> None:
         self.directory, self.script = directory, directory.parent / "worker.py"
-        directory.mkdir(0o700)
+        directory.mkdir(0o700, exist_ok=True)
         self.script.write_text(WORKER)
         places = os.pathsep.join([str(PACKAGE.parent), str(directory.parent)])
         own = {"RAY_RAYLET_PID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
         self.env = {**os.environ, **own}
-        command = [sys.executable, "-c", TEMPLATE, *map(str, (directory, self.script, package, linger, names))]
+        self.begun_as = templates._begun_as(self.env)
+        given = (directory, self.script, package, linger, names, self.begun_as)
+        command = [sys.executable, "-c", TEMPLATE, *map(str, given)]
         with open(directory.parent / "log", "ab") as log:
-            subprocess.run(command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            subprocess.run(
+                command, env=self.env, check=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=_allow_few_files,
+            )  # fmt: skip
 
     def connected(self) -> socket.socket:
         found = templates._connected(self.directory, time.monotonic() + 60)
@@ -114,6 +131,11 @@ class Node:
 
     def processes(self) -> list[psutil.Process]:
         return [each for each in psutil.process_iter() if str(self.directory) in " ".join(_command(each))]
+
+
+def _allow_few_files() -> None:
+    """As shells do."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -167,6 +189,13 @@ def test_a_fork_is_what_a_new_process_would_be(node: Node, tmp_path: Path) -> No
     assert (forked["threads"], forked["torch_threads"], forked["files"]) == (1, 1, [0, 1, 2])
     assert signal.SIGINT in forked["blocked"] and forked["signals"][str(int(signal.SIGHUP))] == str(signal.SIG_IGN)
     assert forked["umask"] == 0o027 and forked["cpus"] == [0] and forked["oom"].strip() == "500"
+
+
+def test_a_template_may_have_all_the_files_that_forks_of_many_cores_take(node: Node) -> None:
+    """Three each. Their own limit is the one that was asked for: see above."""
+    (process,) = node.processes()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert process.rlimit(psutil.RLIMIT_NOFILE) == (most, most) and most > 256
 
 
 def test_a_fork_has_the_environment_that_was_asked_for(node: Node) -> None:
@@ -257,8 +286,8 @@ def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp
     asked = node.start("wait")
     assert asked.stdout is not None and json.loads(asked.stdout.readline())["forked"]
     worker = _worker_of(asked)
-    (template,) = {each.pid for each in node.processes()} - {worker.pid, asked.pid}
-    os.kill(template, signal.SIGKILL)
+    (pid,) = {each.pid for each in node.processes()} - {worker.pid, asked.pid}
+    os.kill(pid, signal.SIGKILL)
     assert not node.facts()["forked"]
     assert str(PACKAGE) not in (node.directory / LAUNCHER).read_text(), "a job's copy of it may be gone before this"
     assert worker.is_running() and asked.poll() is None
@@ -311,6 +340,70 @@ def test_code_that_was_written_meanwhile_is_not_what_it_has_imported(tmp_path: P
     templates.release(kept)
 
 
+def test_the_template_of_a_killed_driver_serves_the_next_one_or_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all workers of a command that is started again from another login would start slowly."""
+    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 1.0)
+    module = tmp_path / "a_module_of_code.py"
+    module.write_text("value = 1\n")
+    node = Node(tmp_path / "t", names="a_module_of_code")
+    kept = node.connected()
+    until(lambda: "ready" in node.log())
+    (first,) = node.processes()
+    elsewhere = templates._begun_as({**node.env, "HF_HOME": "/elsewhere"})
+    assert templates._taken_over(node.directory, elsewhere) is None and first.is_running(), "its driver lives"
+    kept.close()
+    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 20.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it begins another"))
+        again = templates.own(node.directory, "1", {**node.env, "RAY_JOB_ID": "02", "SHLVL": "3"})
+    assert again is not None and node.processes() == [first]
+    again.close()
+    assert templates._taken_over(node.directory, elsewhere) is None
+    until(lambda: not node.processes())
+    other = Node(node.directory, names="a_module_of_code")
+    kept = other.connected()
+    until(lambda: node.log().count("ready") == 2)
+    assert other.processes() != [first]
+    module.write_text("value = 22\n")
+    kept.close()
+    assert templates._taken_over(node.directory, other.begun_as) is None
+    until(lambda: not node.processes())
+    assert node.directory.exists(), "the next one may have begun in it"
+
+
+def test_what_python_finds_from_where_it_is_started_is_not_forked_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for places, refused in (("/a:/b", False), ("", False), ("/a:b", True), ("/a:", True)):
+        monkeypatch.setenv("PYTHONPATH", places)
+        wanted = Wanted(**ask.wanted([str(worker_of_ray())]))  # type: ignore[arg-type]
+        with socket.socket(socket.AF_UNIX) as listener:
+            found = template.NodeTemplate(-1, listener, wanted.env, "")
+            assert found._why_not(wanted) is None
+            before = templates._begun_as(wanted.env)
+            wanted.cwd = "/"
+            assert ("PYTHONPATH is relative" in str(found._why_not(wanted))) == refused
+            with contextlib.chdir("/"):
+                assert (templates._begun_as(wanted.env) != before) == refused
+
+
+def test_what_killed_templates_have_left_is_removed_after_an_hour(tmp_path: Path) -> None:
+    """Not of one that lives, not of others, and not what is just being made."""
+    old = time.time() - 2 * template._OLD_SECONDS
+    (tmp_path / "theirs").mkdir()
+    for name in ("gone", "lives", "begins", "new"):
+        (place := tmp_path / f"{DIRECTORIES}{name}").mkdir()
+        if name != "begins":
+            (place / template._LOCK).touch()
+        os.utime(place, None if name == "new" else (old, old))
+    (tmp_path / f"{DIRECTORIES}link").symlink_to(tmp_path / "theirs")
+    with open(tmp_path / f"{DIRECTORIES}lives" / template._LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        template.clear(tmp_path)
+    left = sorted(each.name.removeprefix(DIRECTORIES) for each in tmp_path.iterdir())
+    assert left == ["begins", "link", "lives", "new", "theirs"]
+
+
 def test_a_directory_of_others_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
@@ -354,6 +447,28 @@ def test_without_a_template_a_worker_has_the_python_of_its_ray(tmp_path: Path, l
     program = templates.Templates(ClusterConfig(), tmp_path).runtime_env()["py_executable"]
     command = ["bash", "-c", f"exec {program} {shlex.quote(str(worker))} 'c d'"]  # as Ray starts it
     assert subprocess.run(command, capture_output=True, text=True).stdout == f"here {worker} c d\n"
+
+
+def test_a_launcher_is_used_only_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that ends removes both, and the next one writes both, while Ray starts workers."""
+    monkeypatch.setattr(templates, "_PARENT", tmp_path)
+    monkeypatch.setattr(templates, "worker_of_ray", lambda: "worker")
+    monkeypatch.setattr(templates.sys, "executable", "/bin/echo")
+    made = templates.Templates(ClusterConfig(), tmp_path)
+    made._directory.mkdir()
+    template._write_launcher(made._directory)
+    (made._directory / LAUNCHER).write_text('#!/bin/sh\necho fork "$@"\n')
+    command = ["bash", "-c", f"exec {made.runtime_env()['py_executable']} worker x"]
+    program = made._directory / ASK
+    whole = program.read_text()
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "fork worker x\n"
+    for lose in (lambda: program.write_text(""), program.unlink):
+        lose()
+        assert subprocess.run(command, capture_output=True, text=True).stdout == "worker x\n"
+    template._write_launcher(made._directory)
+    with open(program) as being_read:
+        template._write_launcher(made._directory)
+        assert os.fstat(being_read.fileno()).st_nlink == 0 and being_read.read() == whole == program.read_text()
 
 
 @pytest.mark.parametrize("content", [b"no JSON", b""])

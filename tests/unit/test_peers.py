@@ -6,7 +6,12 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
 from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +19,7 @@ import torch
 import xxhash
 
 from raytune_fsdp.base.measured import Saved
+from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.base.untrusted import UnsoundError
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.checkpoint.location import hold, in_memory, new_location, storage_at
@@ -327,6 +333,62 @@ def test_a_copy_is_given_up_where_its_attempt_ends() -> None:
         cluster.write(6)
     cluster.ranks[0].draft(name_of(6), 1).discard()
     assert cluster.ranks[0].names() == [name] and check_files(cluster.ranks[0], name, hashes=True) is None
+
+
+class Stopped:
+    """A keeper as Ray reaches it. Its process is stopped as one of these calls comes, and answers none after that."""
+
+    def __init__(self, keeper: Keeper, at: str) -> None:
+        self._keeper, self._at, self._stopped = keeper, at, False
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*given: Any) -> Future[Any]:
+            self._stopped |= name == self._at
+            call: Future[Any] = Future()
+            if not self._stopped:
+                call.set_result(getattr(self._keeper, name)(*given))
+            return call
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.mark.parametrize(("at", "size"), [("write", 9 << 20), ("write", 3000), ("seal", 3000), ("drop", 3000)])
+def test_a_keeper_that_is_stopped_does_not_keep_the_last_checkpoint(
+    at: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from ray.exceptions import GetTimeoutError
+
+    from raytune_fsdp.launch.ray import keepers as module
+
+    def get(calls: list[Future[Any]], timeout: float) -> Any:
+        if futures.wait(calls, timeout).not_done:
+            raise GetTimeoutError
+        return [each.result() for each in calls]
+
+    def wait(calls: list[Future[Any]], num_returns: int, timeout: float) -> Any:
+        return list(map(list, futures.wait(calls, timeout)))
+
+    given = SimpleNamespace(get=get, wait=wait, put=lambda piece: piece.data)
+    monkeypatch.setattr(module, "ray", given)
+    held = {node: Keeper() for node in NAMES}
+    actors = {node: Stopped(keeper, at if node == "b" else "") for node, keeper in held.items()}
+    given_up = threading.Event()
+    reached = module.KeepersOnRay(actors, NAMES, given_up)
+    storage = PeerStorage("peers:1", reached, NAMES, own="a", count=1, given_up=given_up)
+    draft = storage.draft(name_of(5), 1)
+    began = monotonic()
+    written = in_thread(lambda: write_small(draft, "__0_1.distcp", bytes(size)), "save")
+    if at != "drop":
+        with pytest.raises(LateError):
+            written.result(0.5)
+    storage.give_up()
+    if at != "drop":
+        with pytest.raises(OSError, match="had not answered when the attempt ended|it was given up"):
+            written.result(5)
+    draft.discard()
+    assert monotonic() - began < 5
+    assert not held["a"].nbytes() and not held["c"].nbytes()
 
 
 def test_a_node_that_has_no_ranks_any_more_forgets_its_part_with_the_next_copy() -> None:

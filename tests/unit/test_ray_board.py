@@ -114,6 +114,25 @@ def test_what_a_process_of_an_attempt_that_is_over_says_is_not_heard() -> None:
         assert not await board.tell(1, Line("late")) and await board.tell(2, Line("now"))
         await board.share(1, "batches", ["late"])
         await board.share(2, "batches", ["now"])
-        assert await board.read(0) == [Line("now")] and await board.shared("batches") == ["now"]
+        assert await board.read(0) == [Line("now")] and await board.shared(2, "batches") == ["now"]
+
+    asyncio.run(attempts())
+
+
+def test_a_rank_of_an_attempt_that_is_over_gets_nothing_of_the_next_one() -> None:
+    """It would read the next one's batches, or write into its copies. One that asks early waits for its own."""
+
+    async def attempts() -> None:
+        board = _Board()
+        await board.begin(1)
+        waits, early = (asyncio.ensure_future(board.shared(attempt, "batches")) for attempt in (1, 2))
+        await asyncio.sleep(0)
+        await board.begin(2)
+        with pytest.raises(RuntimeError, match="the attempt of this rank is over"):
+            await asyncio.wait_for(waits, 5)
+        await board.share(2, "batches", ["now"])
+        assert await asyncio.wait_for(early, 5) == ["now"]
+        with pytest.raises(RuntimeError, match="the attempt of this rank is over"):
+            await asyncio.wait_for(board.shared(1, "batches"), 5)
 
     asyncio.run(attempts())

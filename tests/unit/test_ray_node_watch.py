@@ -190,6 +190,25 @@ def test_ranks_are_ended_while_their_storage_hangs(
         (tmp_path / "rank-0.log").open("wb").close()  # lets the other call end
 
 
+def test_a_process_that_began_at_another_time_than_the_rank_is_left_alone(
+    rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank has ended before there was a watch, and another process has its number."""
+    given: list[Any] = []
+    monkeypatch.setattr(node_watch, "started_on", lambda node, kind, *those: given.append(those))
+    began = psutil.Process(rank.pid).create_time()
+    for started in (began - 60, began):
+        NodeWatches("none", Board.__new__(Board)).start({0: Joined(0, "here", "node", rank.pid, started=started)})
+    other, same = (_NodeWatch(ranks, None, started) for ranks, _, started in given)
+    other.kill([rank.pid])
+    assert other.gone([rank.pid], 0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        rank.wait(timeout=0.3)
+    assert not same.gone([rank.pid], 0)
+    same.kill([rank.pid])
+    assert rank.wait(timeout=10) == -signal.SIGKILL
+
+
 def test_a_process_that_has_got_the_number_of_a_rank_is_left_alone() -> None:
     """A kill may come late. The number of the next process can be chosen as root."""
     last = Path("/proc/sys/kernel/ns_last_pid")

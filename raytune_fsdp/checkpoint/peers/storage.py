@@ -105,8 +105,20 @@ def copies_of(own: str, nodes: Collection[str], count: int) -> list[str]:
 class PeerStorage:
     """The peer copies of a run as one rank has them; an implementation of `Storage`."""
 
-    def __init__(self, location: str, keepers: Keepers, nodes: Collection[str], *, own: str, count: int) -> None:
-        """`nodes`: those with ranks of this attempt, `own` the one of this rank. `count`: `checkpoint.peer_copies`."""
+    def __init__(
+        self,
+        location: str,
+        keepers: Keepers,
+        nodes: Collection[str],
+        *,
+        own: str,
+        count: int,
+        given_up: Event | None = None,
+    ) -> None:
+        """`nodes`: those with ranks of this attempt, `own` the one of this rank. `count`: `checkpoint.peer_copies`.
+
+        `given_up`: set by `give_up`, for keepers that let nobody wait then.
+        """
         self.location = location
         self._keepers = keepers
         self._all = sorted(nodes)
@@ -114,7 +126,7 @@ class PeerStorage:
         self._own = own
         self._held: Mapping[str, Held] = {}
         """What the keepers have answered when they were asked last."""
-        self._given_up = Event()
+        self._given_up = given_up or Event()
 
     @property
     def nodes_of_a_file(self) -> int:

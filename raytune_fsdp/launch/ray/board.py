@@ -36,6 +36,8 @@ class Joined:
     """The number of the rank among those of its node."""
     actor: Any = None
     """A handle of Ray Train's worker, of which Ray knows why it has died."""
+    started: float | None = None
+    """When its process began, by its node's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,8 @@ class _Board:
     async def begin(self, attempt: int) -> None:
         self._posted.stop.set()  # else the call of a rank that has ended waits, with all that was posted, for good
         self._posted = _Posted(attempt)
+        async with self._sharing:
+            self._sharing.notify_all()
 
     async def share(self, attempt: int, key: str, value: list[Any]) -> None:
         async with self._sharing:
@@ -204,9 +208,16 @@ class _Board:
             self._posted.shared[key] = value
             self._sharing.notify_all()
 
-    async def shared(self, key: str) -> list[Any]:
+    async def shared(self, attempt: int, key: str) -> list[Any]:
+        def over() -> bool:
+            return attempt < self._posted.attempt  # a rank may ask a new board before its driver has begun there
+
         async with self._sharing:
-            await self._sharing.wait_for(lambda: key in self._posted.shared)
+            await self._sharing.wait_for(
+                lambda: over() or (attempt == self._posted.attempt and key in self._posted.shared)
+            )
+            if over():
+                raise RuntimeError("the attempt of this rank is over: another one has begun")
             return list(self._posted.shared[key])
 
 
@@ -284,8 +295,8 @@ class Board:
         ray.get(self._actor.share.remote(self._attempt, key, [ray.put(value)]), timeout=seconds)
 
     def shared(self, key: str) -> Any:
-        """Wait for the value that another rank shares under this key."""
-        return ray.get(ray.get(self._actor.shared.remote(key))[0])
+        """Wait for the value that another rank of this attempt shares under this key."""
+        return ray.get(ray.get(self._actor.shared.remote(self._attempt, key))[0])
 
     def wait_for_stop(self) -> StopReason | None:
         """Wait until the driver asks to stop, or begins another attempt: None."""

@@ -6,16 +6,18 @@ through Ray's memory for objects, which passes each to all nodes that keep it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayError
 
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.checkpoint.location import new_location
@@ -32,6 +34,8 @@ _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 """How long a rank waits for an answer. One that does not come counts as the end of the keeper."""
 _PIECE_SECONDS = 30.0
+_LEAVE_SECONDS = 0.3
+"""How long a rank waits on for an answer once its copies are given up: the last checkpoint waits for that."""
 
 
 class _KeeperActor:
@@ -143,16 +147,18 @@ class NodeKeepers:
 def peers_of_rank(board: Board, copies: int) -> PeerStorage:
     """Return the peer copies as this rank has them. Waits until all ranks have joined."""
     shared: Shared = board.shared(_KEY)
-    keepers = KeepersOnRay(shared.keepers, shared.known)
+    given_up = Event()
+    keepers = KeepersOnRay(shared.keepers, shared.known, given_up)
     own = ray.get_runtime_context().get_node_id()
-    return PeerStorage(shared.location, keepers, shared.nodes, own=own, count=copies)
+    return PeerStorage(shared.location, keepers, shared.nodes, own=own, count=copies, given_up=given_up)
 
 
 class KeepersOnRay:
     """`Keepers` that are actors, as a rank reaches them. Only its save's thread writes."""
 
-    def __init__(self, actors: Mapping[str, Any], known: Collection[str]) -> None:
+    def __init__(self, actors: Mapping[str, Any], known: Collection[str], given_up: Event) -> None:
         self._actors = dict(actors)
+        self._given_up = given_up
         self._asked = {node for node in known if node in actors}
         """Those that may hold something, and answer."""
 
@@ -161,10 +167,10 @@ class KeepersOnRay:
         shared = _given(lambda: ray.put(np.frombuffer(piece, np.uint8)))
         self._asked |= set(nodes)
         calls = [self._actors[node].write.remote(name, file, offset, shared) for node in nodes]
-        return partial(_done, calls)
+        return partial(self._done, calls)
 
     def seal(self, nodes: Sequence[str], name: str, file: str, size: int, xxh3: str) -> None:
-        _done([self._actors[node].seal.remote(name, file, size, xxh3) for node in nodes])
+        self._done([self._actors[node].seal.remote(name, file, size, xxh3) for node in nodes])
 
     def read(self, node: str, name: str, file: str, offset: int, size: int) -> memoryview:
         call = self._actors[node].read.remote(name, file, offset, size)
@@ -173,15 +179,38 @@ class KeepersOnRay:
 
     def held(self) -> dict[str, Held]:
         calls = {node: self._actors[node].held.remote() for node in self._asked}
-        found = {node: _answer(each) for node, each in zip(calls, _waited(calls.values()), strict=True)}
+        found = {node: _answer(each) for node, each in zip(calls, self._waited(calls.values()), strict=True)}
         self._asked = {node for node, each in found.items() if each is not None}
         return {node: each for node, each in found.items() if each is not None}
 
     def drop(self, names: Collection[str]) -> None:
-        _waited([self._actors[node].drop.remote([*names]) for node in self._asked])
+        self._waited([self._actors[node].drop.remote([*names]) for node in self._asked])
 
     def forget(self, attempt: int, but: str | None) -> None:
-        _waited([self._actors[node].forget.remote(attempt, but) for node in self._asked])
+        self._waited([self._actors[node].forget.remote(attempt, but) for node in self._asked])
+
+    def _done(self, calls: Sequence[Any]) -> None:
+        """Wait until all have done it."""
+        until = time.monotonic() + _PIECE_SECONDS
+        while True:
+            try:
+                _given(lambda: ray.get([*calls], timeout=_LEAVE_SECONDS))
+                return
+            except GetTimeoutError:
+                if self._given_up.is_set():
+                    raise OSError("a keeper of peer copies had not answered when the attempt ended") from None
+                if time.monotonic() > until:
+                    raise
+
+    def _waited(self, calls: Collection[Any]) -> list[Any]:
+        """Wait for the answers, for all together."""
+        asked, until = [*calls], time.monotonic() + _ANSWER_SECONDS
+        late = asked
+        while late:
+            _, late = ray.wait(late, num_returns=len(late), timeout=_LEAVE_SECONDS)
+            if self._given_up.is_set() or time.monotonic() > until:
+                break
+        return asked
 
 
 def _given(call: Callable[[], Any]) -> Any:
@@ -192,18 +221,6 @@ def _given(call: Callable[[], Any]) -> Any:
         raise
     except RayError as error:
         raise OSError(f"a keeper of peer copies does not answer: {in_one_line(error)}") from error
-
-
-def _done(calls: Sequence[Any]) -> None:
-    _given(lambda: ray.get([*calls], timeout=_PIECE_SECONDS))
-
-
-def _waited(calls: Collection[Any]) -> list[Any]:
-    """Wait for the answers, for all together."""
-    asked = [*calls]
-    if asked:
-        ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_SECONDS)
-    return asked
 
 
 def _answer(call: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
+import psutil
 import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
@@ -101,7 +102,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         Joined(
             rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
             node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
-            actor=ray.get_runtime_context().current_actor,
+            actor=ray.get_runtime_context().current_actor, started=psutil.Process().create_time(),
         )
     )  # fmt: skip
     beats = Beats(job.board, rank, world)

@@ -9,6 +9,9 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
+KEPT, LATER, ENDS = b"kept", b"later", b"ends"
+"""What a template answers to a driver that has not begun it: it stays; it would refuse its forks, and still has others;
+it would, and makes room for another template."""
 _FILES = 4
 _PART = 1 << 16
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 SOCKET, LAUNCHER, ASK, LOG = "socket", "python", "ask.py", "log"
 """Files in the directory of a template."""
+DIRECTORIES = "raytune-forks-"
+"""How the names of these directories begin."""
 OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
 """Variables that differ between processes, and that nothing reads. SPT_NOENV is set by setproctitle in Ray's own."""
 OMP = "OMP_NUM_THREADS"
@@ -54,6 +56,11 @@ def of_process(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a module may have read when it was imported."""
     late = ("RAY_", "NCCL_")  # Ray is imported in the fork; NCCL reads its own when ranks join
     return {name: value for name, value in env.items() if not name.startswith(late) and name not in OF_SHELLS}
+
+
+def is_relative(env: Mapping[str, str]) -> bool:
+    """Return whether what Python imports depends on the directory that it is started in."""
+    return any(not os.path.isabs(place) for place in (env.get("PYTHONPATH") or "/").split(os.pathsep))
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """The process that others are forked from.
 
-    python raytune_fsdp/launch/ray/forked/template.py DIRECTORY PACKAGE THREADS
+    python raytune_fsdp/launch/ray/forked/template.py DIRECTORY PACKAGE THREADS BEGUN_AS
 
 It imports what a worker needs but Ray, and serves a socket in its directory. Ray itself is imported by each fork: its
 C++ reads the environment when it is loaded, and draws random ids from a state that forks would share (two workers gave
@@ -9,8 +9,9 @@ touches no GPU, so a fork is what a new process would be after the same imports.
 another environment, code that was written after it was imported, another Ray, other control groups. The process that
 has asked then starts Python.
 
-It outlives a driver that is killed, and serves the next command of the run, which asks within seconds. It ends when a
-driver says so, or once nobody has wanted it for a minute.
+It outlives a driver that is killed, and serves the next command of the run, which asks within seconds; where it would
+refuse the forks of that one, it makes room for another template. It ends when a driver says so, or once nobody has
+wanted it for a minute.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import selectors
 import shlex
 import shutil
 import signal
 import socket
+import stat
 import sys
 import time
 import warnings
@@ -36,14 +39,16 @@ from typing import Any
 
 from raytune_fsdp.launch.importing import importing
 from raytune_fsdp.launch.ray.forked import ask
-from raytune_fsdp.launch.ray.forked.messages import receive, user_of
+from raytune_fsdp.launch.ray.forked.messages import ENDS, KEPT, LATER, receive, user_of
 from raytune_fsdp.launch.ray.forked.process import (
     ASK,
+    DIRECTORIES,
     LAUNCHER,
     OMP,
     SOCKET,
     Wanted,
     difference,
+    is_relative,
     of_process,
     run,
     worker_of_ray,
@@ -56,6 +61,7 @@ LINGER_SECONDS = 60.0
 """How long it stays without a driver and without a worker."""
 _TICK_SECONDS = 2.0
 _READ_SECONDS = 5.0
+_OLD_SECONDS = 3600.0
 IMPORTS = (
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "raytune_fsdp.launch.worker",
     "raytune_fsdp.launch.shared_storage", "raytune_fsdp.predict.preflight",
@@ -80,12 +86,16 @@ class Begun:
 class NodeTemplate:
     """Forks. `serve` returns, in each fork, what it is to be."""
 
-    def __init__(self, lock: int, listener: socket.socket, env: Mapping[str, str]) -> None:
-        """`env`: what the environment was when the imports began."""
+    def __init__(self, lock: int, listener: socket.socket, env: Mapping[str, str], begun_as: str) -> None:
+        """`env`: what the environment was when the imports began. `begun_as`: what decides whether it could serve
+        another driver."""
         self._env = of_process(env)
+        self._begun_as = begun_as
+        self.replaced = False
+        """Whether another template may begin in its directory."""
         self._added = {name: value for name, value in os.environ.items() if name not in env}
         self._lock, self._listener = lock, listener
-        self._groups = ask.groups()
+        self._groups, self._cwd = ask.groups(), os.getcwd()
         self._worker = worker_of_ray()
         self._stamps = _stamps()
         self._selector = selectors.DefaultSelector()
@@ -106,7 +116,7 @@ class NodeTemplate:
         while True:
             for key, _ in self._selector.select(_TICK_SECONDS):
                 if key.fileobj is self._listener:
-                    if (found := self._hear()) is not None:
+                    if (found := self._hear()) is not None or self.replaced:
                         return found
                 elif isinstance(key.data, Begun):
                     self._heard(key.data, ended=key.fileobj == key.data.end)
@@ -138,9 +148,8 @@ class NodeTemplate:
                 connection.close()
                 return None
             asked, files = message
-            if not asked:
-                self._owners += 1
-                self._watch(connection)
+            if "argv" not in asked:
+                self._own(connection, asked.get("begun_as"))
                 return None
             wanted = Wanted(**asked, added=self._added)
             if (why := self._why_not(wanted)) is None:
@@ -154,6 +163,23 @@ class NodeTemplate:
         connection.close()
         return None
 
+    def _own(self, connection: socket.socket, begun_as: str | None) -> None:
+        """Stay for a driver, or make room for what it would begin. `begun_as`: None if it has begun this template."""
+        unlike = begun_as is not None and (begun_as != self._begun_as or self._changed() is not None)
+        self.replaced = unlike and not self._owners and not self._forks
+        if self.replaced:
+            _say("ends: its driver is gone, and it would refuse the forks of the next one")
+            self._drop(self._listener)
+            os.close(self._lock)
+        if begun_as is not None:
+            with suppress(OSError):
+                connection.sendall(ENDS if self.replaced else LATER if unlike else KEPT)
+        if unlike:
+            connection.close()
+        else:
+            self._owners += 1
+            self._watch(connection)
+
     def _why_not(self, wanted: Wanted) -> str | None:
         """Say why a fork of this process might not be what a new one would be."""
         env = of_process(wanted.env)
@@ -164,8 +190,14 @@ class NodeTemplate:
             return f"{wanted.argv[0]} is not {self._worker}"
         if wanted.groups != self._groups:
             return "its control groups or namespaces differ"
-        changed = next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
+        if wanted.cwd != self._cwd and is_relative(wanted.env):
+            return f"its directory is not {self._cwd}, and PYTHONPATH is relative"
+        changed = self._changed()
         return None if changed is None else f"{changed} has changed since it was imported"
+
+    def _changed(self) -> str | None:
+        """Return a file that was written since it was imported."""
+        return next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
 
     def _begin(self, wanted: Wanted, connection: socket.socket, files: list[int]) -> tuple[Wanted, list[int]] | None:
         """Fork. The fork waits until whoever asked for it knows of it: else there might be two workers in its place."""
@@ -245,7 +277,7 @@ def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def _begin(directory: Path, package: Path) -> NodeTemplate | None:
+def _begin(directory: Path, package: Path, begun_as: str) -> NodeTemplate | None:
     """Do the imports; None if another template serves here, or this one would not import the caller's code."""
     import raytune_fsdp
     from raytune_fsdp.launch.quiet import quiet
@@ -262,6 +294,7 @@ def _begin(directory: Path, package: Path) -> NodeTemplate | None:
     listener.bind(str(directory / SOCKET))
     listener.listen(512)  # those who ask meanwhile wait: they would take as long to import it all
     _write_launcher(directory)
+    clear(directory.parent)
     env = dict(os.environ)
     quiet()  # as ranks do before they import transformers
     os.environ[_BY_NVML] = env.get(_BY_NVML, "1")
@@ -274,34 +307,54 @@ def _begin(directory: Path, package: Path) -> NodeTemplate | None:
     if _BY_NVML not in env:
         del os.environ[_BY_NVML]
     _say(f"ready after {time.monotonic() - began:.1f} s")
-    return NodeTemplate(lock, listener, env)
+    return NodeTemplate(lock, listener, env, begun_as)
 
 
 def _write_launcher(directory: Path) -> None:
     # A copy: this directory may outlive a template that is killed, and the code that a job has brought with it.
-    shutil.copyfile(ask.__file__, directory / ASK)
     program = [sys.executable, "-IS", str(directory / ASK), str(directory / SOCKET)]
-    new = directory / f"{LAUNCHER}.new"
-    new.write_text(f'#!/bin/sh\nexec {shlex.join(program)} "$@"\n')
-    new.chmod(0o700)
-    new.rename(directory / LAUNCHER)
+    texts = {ASK: Path(ask.__file__).read_text(), LAUNCHER: f'#!/bin/sh\nexec {shlex.join(program)} "$@"\n'}
+    for name, text in texts.items():
+        new = directory / f"{name}.new"
+        new.write_text(text)
+        new.chmod(0o700)
+        new.rename(directory / name)  # at once: Ray may be starting the one of a template that was killed
 
 
-def main(directory: Path, package: Path, threads: str) -> None:
+def clear(parent: Path) -> None:
+    """Remove what templates of this user have left that were killed long ago."""
+    for each in parent.glob(f"{DIRECTORIES}*"):
+        with suppress(OSError):
+            facts = each.lstat()
+            if (
+                stat.S_ISDIR(facts.st_mode)
+                and facts.st_uid == os.getuid()
+                and time.time() - facts.st_mtime > _OLD_SECONDS
+            ):
+                lock = os.open(each / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                with os.fdopen(lock):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(each)
+
+
+def main(directory: Path, package: Path, threads: str, begun_as: str = "") -> None:
     if os.fork():
         os._exit(0)  # Ray ends the children of its processes with them: this one is to be nobody's
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each fork takes three files here, and has its own limit
     os.environ.setdefault(OMP, threads)
     if not sys.flags.safe_path:
         sys.path[0] = str(worker_of_ray().parent)  # where Python puts the directory of a program that it runs
-    template = _begin(directory, package)
+    template = _begin(directory, package, begun_as)
     if template is None:
         return
     asked = template.serve()
     if asked is not None:
         run(*asked)
-    else:
+    elif not template.replaced:
+        (directory / LAUNCHER).unlink(missing_ok=True)  # first: it needs the others
         shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -25,8 +25,18 @@ from raytune_fsdp.base.hushed import is_verbose
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.notices import JOB_CONFIG
-from raytune_fsdp.launch.ray.forked.messages import send
-from raytune_fsdp.launch.ray.forked.process import LAUNCHER, LOG, SOCKET, worker_of_ray
+from raytune_fsdp.launch.ray.forked import ask
+from raytune_fsdp.launch.ray.forked.messages import KEPT, LATER, send
+from raytune_fsdp.launch.ray.forked.process import (
+    ASK,
+    DIRECTORIES,
+    LAUNCHER,
+    LOG,
+    SOCKET,
+    is_relative,
+    of_process,
+    worker_of_ray,
+)
 from raytune_fsdp.launch.ray.placement_groups import started_on
 
 _PARENT = Path("/tmp")  # on every node the same, and short: the path of a socket has 107 bytes at most
@@ -37,7 +47,7 @@ _ENDS_SECONDS = 2.0
 _OWN_PYTHON = {"pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight", "rocprof_sys", "java_jars"}
 """Fields of a job's runtime environment that decide which Python its workers are, or how that is started."""
 _PROGRAM = """
-[ -O {directory} ] && [ ! -L {directory} ] && [ -x {directory}/{launcher} ] && exec {directory}/{launcher} "$@"
+d={directory}; [ -O "$d" ] && [ ! -L "$d" ] && [ -s "$d"/{ask} ] && [ -x "$d"/{launcher} ] && exec "$d"/{launcher} "$@"
 [ "$1" = {worker} ] && [ -x {python} ] && exec {python} "$@"
 p="${{1%/lib*/python3*}}/bin/python3"; [ -x "$p" ] && exec "$p" "$@"
 exec python3 "$@"
@@ -62,7 +72,8 @@ class Templates:
         if not self.used:
             return {}
         quoted = {
-            "directory": self._directory, "launcher": LAUNCHER, "worker": worker_of_ray(), "python": sys.executable,
+            "directory": self._directory, "ask": ASK, "launcher": LAUNCHER, "worker": worker_of_ray(),
+            "python": sys.executable,
         }  # fmt: skip
         program = _PROGRAM.format(**{name: shlex.quote(str(value)) for name, value in quoted.items()})
         return {"py_executable": f"bash -c {shlex.quote(program)} worker"}
@@ -119,7 +130,7 @@ def directory_of(run_dir: Path, threads: str) -> Path:
     """
     tree = [sys.prefix, *raytune_fsdp.__path__, raytune_fsdp.__version__, ray.__version__]
     of = [str(os.getuid()), str(run_dir), *tree, threads]
-    return _PARENT / f"raytune-forks-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}"
+    return _PARENT / f"{DIRECTORIES}{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}"
 
 
 def possible() -> bool:
@@ -143,10 +154,13 @@ def own(directory: Path, threads: str, env: Mapping[str, str]) -> socket.socket 
         directory.mkdir(0o700, exist_ok=True)
         if directory.lstat().st_uid != os.getuid() or directory.is_symlink():
             return None
+        begun_as = _begun_as(env)
+        if (connection := _taken_over(directory, begun_as)) is not None:
+            return connection
         package = str(Path(raytune_fsdp.__file__).parent)
         # By its file: with -m Python would import from the current directory, too. Not -P: forks would have it.
         program = str(Path(__file__).with_name("template.py"))
-        command = [sys.executable, program, str(directory), package, threads]
+        command = [sys.executable, program, str(directory), package, threads, begun_as]
         with open(directory / LOG, "ab") as log:
             subprocess.run(
                 command, env=env, start_new_session=True, check=True,
@@ -155,6 +169,36 @@ def own(directory: Path, threads: str, env: Mapping[str, str]) -> socket.socket 
         return _connected(directory, time.monotonic() + _BEGINS_SECONDS)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+
+
+def _begun_as(env: Mapping[str, str]) -> str:
+    """Return what differs between templates that are begun here with different outcomes, in short."""
+    of = [of_process(env), ask.groups(), os.getcwd() if is_relative(env) else ""]
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
+
+
+def _taken_over(directory: Path, begun_as: str) -> socket.socket | None:
+    """Return the connection to the template that a killed driver of this run has left.
+
+    None if there is none; if it would refuse what this driver asks for, it ends once its last forks have.
+    """
+    until = time.monotonic() + _BEGINS_SECONDS
+    while time.monotonic() < until:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        answer = b""
+        with suppress(OSError):  # nobody is there, or it still imports
+            connection.settimeout(_BEGINS_SECONDS)
+            connection.connect(str(directory / SOCKET))
+            send(connection, {"begun_as": begun_as})
+            answer = connection.recv(16)
+            connection.settimeout(None)
+        if answer == KEPT:
+            return connection
+        connection.close()
+        if answer != LATER:
+            return None
+        time.sleep(_LOOK_SECONDS)
+    return None
 
 
 def _connected(directory: Path, until: float) -> socket.socket | None:
