@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.cost import cost_of, in_words
 from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value, read_log
 from raytune_fsdp.tune.place import SweepDir, as_run
-from raytune_fsdp.tune.running import children, tied
+from raytune_fsdp.tune.running import children, runner, tied
 from raytune_fsdp.tune.running.cluster import threads_for
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
 from raytune_fsdp.tune.running.values import check_begins, check_own, measured_in
@@ -469,8 +470,17 @@ def test_what_fails_around_training_is_never_the_trials_own(trials: Trials, said
 
 
 def test_a_trial_that_finds_no_room_waits_for_it(trials: Trials, capsys: pytest.CaptureFixture[str]) -> None:
-    trials.does["rates-001"] = [TrialProcess.finds_no_room] * 5
+    began, waited = time.monotonic(), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited[0], sleep=time.sleep)
+    trials.patch.setattr(runner, "time", clock)
+
+    def waits(trial: TrialProcess) -> int:
+        waited[0] += 60 * trial.config.cluster.wait_minutes
+        return trial.finds_no_room()
+
+    trials.does["rates-001"] = [waits] * 5
     log = trials.sweep()
+    assert TrialTimes(trials.place).hours * 3600 < time.monotonic() - began + 1, "who waits has no GPUs"
     assert not errors(log) and Decision(4, (1,), (0,)) in log
     assert capsys.readouterr().out.count("rates-001 waits for room: cluster.wait_minutes=30: the workers") == 1
     # What then fails for another reason counts, whatever was waited for before.

@@ -74,6 +74,11 @@ class TrialRun:
     """Whether that was said."""
     said_no_room: bool = False
 
+    @property
+    def found_no_room(self) -> bool:
+        """Whether that is why its last process has ended."""
+        return self.measured.no_room > self.no_room
+
 
 class Runner:
     """Runs one sweep to its end."""
@@ -296,8 +301,11 @@ class Runner:
         """Look at what a process has left that has ended with this code."""
         child, run.child = run.child, None
         assert child is not None
-        self._times.ended(number, run.name, code, time.monotonic() - run.since)
+        seconds = time.monotonic() - run.since
         self._read(number, run)
+        if run.found_no_room:  # which took no ranks
+            seconds = max(0.0, seconds - 60 * run.config.cluster.wait_minutes)
+        self._times.ended(number, run.name, code, seconds)
         if code == 0:
             self._over(number, run)
         elif run.measured.has(run.until) or child.asked:
@@ -318,7 +326,7 @@ class Runner:
         """
         if code == _REFUSED and _WORKED_ON in error:
             return  # it is waited for
-        if run.measured.no_room > run.no_room:  # others have it, and nothing is wrong with the trial
+        if run.found_no_room:  # others have it, and nothing is wrong with the trial
             if not run.said_no_room:
                 self._board.say(f"{run.name} waits for room: {error}")
             run.said_no_room, run.again_at = True, time.monotonic() + _AGAIN_SECONDS[0]
