@@ -327,4 +327,8 @@ def _no_safetensors(where: Path | str, there: Sequence[str], name: str) -> Model
             "with transformers, on a machine without secrets (from_pretrained, then save_pretrained, which writes "
             "safetensors)"
         )
+    if name == "model" and "adapter_model.safetensors" in there:
+        return ModelError(
+            f"{where} has the weights of an adapter alone: set method.adapter to it, and model.path to its base"
+        )
     return ModelError(f"{where} has no {name}.safetensors and no {name}.safetensors.index.json: no weights to load")
