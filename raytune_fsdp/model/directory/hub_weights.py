@@ -5,6 +5,7 @@ Headers are read by ranges of bytes: a few kilobytes per file say whether the we
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import math
@@ -113,6 +114,19 @@ def refused(error: Exception, what: str) -> ModelError | None:
     if 400 <= status < 500 and status not in _LATER:
         return ModelError(f"{what}: the hub refuses ({why(error)}); check the name and HF_TOKEN")
     return None
+
+
+def of_storage(error: Exception) -> bool:
+    """Return whether this machine's storage has failed, and not the hub."""
+    return isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT))
+
+
+def named_cache() -> str:
+    """Return the variable that says where the cache is, with its value."""
+    from huggingface_hub import constants
+
+    home, place = Path(constants.HF_HOME), cache()
+    return f"HF_HOME={home}" if place == home / "hub" else f"HF_HUB_CACHE={place}"
 
 
 def why(error: Exception) -> str:
