@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 import raytune_fsdp
+from raytune_fsdp.base.machine import JOB_CONFIG
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked import templates
 from raytune_fsdp.launch.ray.forked.messages import receive
 from raytune_fsdp.launch.ray.forked.process import LAUNCHER, SOCKET, difference, of_process

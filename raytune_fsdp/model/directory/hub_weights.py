@@ -18,6 +18,7 @@ from pathlib import Path
 
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import ModelError, in_one_line
+from raytune_fsdp.base.machine import setting
 from raytune_fsdp.base.threads import READERS, in_thread
 from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, parse_json, read_json, reason, shown
 from raytune_fsdp.model.directory.bounds import check_header_size, check_tensors
@@ -104,15 +105,17 @@ def refused(error: Exception, what: str) -> ModelError | None:
 
     if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError, so it is checked first
         return ModelError(
-            f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
+            f"{what}: access to this hub model is restricted; accept its terms on its page, then {setting('HF_TOKEN')}"
         )
     if isinstance(error, RevisionNotFoundError):
         return ModelError(f"{what}: the hub model has no such revision; see its page for branches and commits")
     if isinstance(error, RepositoryNotFoundError):
-        return ModelError(f"{what}: neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)")
+        return ModelError(
+            f"{what}: neither a directory here nor a model on the hub (or it is private: {setting('HF_TOKEN')})"
+        )
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     if 400 <= status < 500 and status not in _LATER:
-        return ModelError(f"{what}: the hub refuses ({why(error)}); check the name and HF_TOKEN")
+        return ModelError(f"{what}: the hub refuses ({why(error)}); check the name, or {setting('HF_TOKEN')}")
     return None
 
 

@@ -22,9 +22,9 @@ from ray.exceptions import RayError
 
 import raytune_fsdp
 from raytune_fsdp.base.hushed import is_verbose
+from raytune_fsdp.base.machine import JOB_CONFIG
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked.messages import send
 from raytune_fsdp.launch.ray.forked.process import LAUNCHER, LOG, SOCKET, worker_of_ray
 from raytune_fsdp.launch.ray.placement_groups import started_on
