@@ -348,6 +348,7 @@ BAD_TEXTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 BAD_INSTRUCTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"instruction": [{"role": "user"}], "output": "x"}, "wrong_type", "is not text; for a prompt and a completion as"),
     ({"output": "x"}, "missing_column", "no column 'instruction'"),
     ({"instruction": "x"}, "missing_column", "no column 'output', it has 'instruction'; name"),
     ({"instruction": None, "output": "x"}, "null", "column 'instruction' is null"),

@@ -137,17 +137,23 @@ def _system_beside(
     return None if own else {"role": "system", "content": given}
 
 
+def _instruction(*columns: str) -> str:
+    """Return the way out for rows of a question and an answer. `columns`: the fields that name theirs."""
+    fields = ", ".join(("type: instruction", *columns, "style: chat"))
+    return f"set the dataset's format to {{{fields}}}, or with style: plain where the tokenizer has no chat template"
+
+
 _FORMATS = (
     (("chosen", "rejected"), "set the dataset's format to {type: preference}, for train.objective.type=dpo and others"),
     (("prompt", "completion", "label"), "set the dataset's format to {type: binary}, for train.objective.type=kto"),
-    (("instruction", "output"), "set the dataset's format to {type: instruction}, which reads Alpaca's rows"),
+    (("instruction", "output"), _instruction()),
+    (("instruction", "context", "response"), _instruction("input: context", "completion: response")),
+    (("instruction", "response"), _instruction("completion: response")),
     (("messages",), "set the dataset's format to {type: chat}, which reads conversations"),
     (("conversations",), "set the dataset's format to {type: chat, messages: conversations}"),
-    (
-        ("prompt", "completion"),
-        "set the dataset's format to {type: instruction, prompt: prompt, completion: completion}",
-    ),
-    (("question", "answer"), "set the dataset's format to {type: instruction, prompt: question, completion: answer}"),
+    (("prompt", "completion"), _instruction("prompt: prompt", "completion: completion")),
+    (("question", "answer"), _instruction("prompt: question", "completion: answer")),
+    (("query", "response"), _instruction("prompt: query", "completion: response")),
     (("input_ids",), "set the dataset's format to {type: tokens}"),
     (
         ("text", "label"),
@@ -164,9 +170,33 @@ _OF_ANSWERS = ("chosen", "rejected", "completion", "label")
 """By default, columns of pairs and of judged answers: what has chosen one takes the other."""
 
 
-def _other_format(row: dict[str, Any], name: str) -> str | None:
+LISTS = (
+    "for a prompt and a completion as lists of messages, set the dataset's format to {type: python, function: "
+    "'MODULE:FUNCTION', then: {type: chat, loss: last_turn}}, with a function of yours that returns {'messages': "
+    "row['prompt'] + row['completion']}"
+)
+
+
+def _other_format(row: dict[str, Any], name: str, field: str) -> str | None:
+    """Return the format that reads a row which lacks a column; None: only its owner can know."""
     formats = _FORMATS if name in _BY_DEFAULT else _FORMATS[:2] if name in _OF_ANSWERS else ()
-    return next((said for columns, said in formats if all(map(row.__contains__, columns))), None)
+    found = next((each for each in formats if all(map(row.__contains__, each[0]))), None)
+    if found is not None:
+        return LISTS if found[0] == ("prompt", "completion") and are_messages(row["prompt"]) else found[1]
+    if field != "messages" or not row or any(_may_be_messages(value) for value in row.values()):
+        return None
+    return (
+        "no column holds a list of messages: set the dataset's format to {type: instruction, prompt: COLUMN, "
+        "completion: COLUMN, style: chat} or {type: template, prompt: TEXT, completion: TEXT}"
+    )
+
+
+def are_messages(value: object) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(each, dict) for each in value)
+
+
+def _may_be_messages(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip()[:1] == "[")
 
 
 def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
@@ -174,7 +204,7 @@ def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
     if name not in row:
         raise RowError(
             f"{where}: has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
-            + (_other_format(row, name) or f"name the right one in the dataset's format.{field}"),
+            + (_other_format(row, name, field) or f"name the right one in the dataset's format.{field}"),
             MISSING_COLUMN,
         )
     if row[name] is None:
