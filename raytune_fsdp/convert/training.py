@@ -213,7 +213,11 @@ SHARED_OPTIONS = (
         alike="the same name continues the same run (run.resume)",
         here="same (`run.resume`); a path is refused",
     ),  # fmt: skip
-    ask("attn_implementation", "`model.attention`", attention),
+    ask(
+        "attn_implementation",
+        "`model.attention`; flash attention is taken with `auto`, where it is installed",
+        attention,
+    ),
     ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),
     *DEEPSPEED_OPTIONS,
     *FSDP_OPTIONS,
