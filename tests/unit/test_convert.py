@@ -326,6 +326,8 @@ MEANINGS: list[tuple[str, dict[str, Any], Expected]] = [
     ("deepspeed", {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, "carried"),
     ("trl", {"push_to_hub": True, "hub_model_id": "me/mine"}, ("export.push", "me/mine")),
     ("trl", {"ddp_timeout": 600}, ("cluster.collective_minutes", 10.0)),
+    ("trl", {"ddp_timeout": 86400}, ("cluster.collective_minutes", 1440.0)),
+    ("llama-factory", {"ddp_timeout": 180000000}, "left"),
     ("trl", {"torch_compile": True}, ("parallel.compile", True)),
     ("trl", {"full_determinism": True}, ("run.deterministic", True)),
     ("trl", {"env": {"NCCL_DEBUG": "INFO"}}, ("cluster.env", {"NCCL_DEBUG": "INFO"})),
