@@ -11,20 +11,10 @@ from pathlib import Path
 
 import psutil
 
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray's variable with the config of a job, in the job alone. It is really called so."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Its content differs on every machine, and after every boot."""
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 _UNLIMITED = 1 << 60  # version 1 expresses "no limit" by a number of about this size
-
-
-def setting(variable: str) -> str:
-    """Return the words for how a user sets an environment variable for this process."""
-    of_a_job = (
-        " in the environment of `ray start`, which a job has instead of yours" if JOB_CONFIG in os.environ else ""
-    )
-    return f"set {variable}{of_a_job}"
 
 
 @dataclass(frozen=True, slots=True)

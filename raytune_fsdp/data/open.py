@@ -91,12 +91,11 @@ def open_data(
         version = max([*(each.order_version for each in opened), *tasks])
         for each in opened:
             each.raise_order(version)
+        _warn_of_headings(data, tokenizer)  # a run that goes on was trained so, and cannot change it
     if not data.drop_eval_duplicates:
         known = _warn_of_overlap(train, evals)
         warn_of_measured({names[i]: each for i, each in own.items()}, measured, known=known)
     warn_of_unread([column for each in opened for column in each.unread])
-    if order_version is None:  # a run that goes on has been trained so, and cannot change it
-        _warn_of_headings(data, tokenizer)
     return train, evals
 
 

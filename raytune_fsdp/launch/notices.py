@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.base.machine import JOB_CONFIG
+from raytune_fsdp.base.errors import JOB_CONFIG, ConfigError
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import raytune_fsdp
-from raytune_fsdp.base.machine import JOB_CONFIG
+from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch.ray.forked import templates
 from raytune_fsdp.launch.ray.forked.messages import receive

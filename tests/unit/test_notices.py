@@ -11,8 +11,7 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError
 
-from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.base.machine import JOB_CONFIG
+from raytune_fsdp.base.errors import JOB_CONFIG, ConfigError
 from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch import notices

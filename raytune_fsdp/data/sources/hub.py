@@ -11,8 +11,7 @@ from typing import Any
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import replace_at_once
-from raytune_fsdp.base.errors import DataError, RaytuneError
-from raytune_fsdp.base.machine import setting
+from raytune_fsdp.base.errors import DataError, RaytuneError, setting
 from raytune_fsdp.config.sections.data import SourceConfig
 from raytune_fsdp.data.sources.arrow import (
     BATCH_ROWS,

@@ -9,8 +9,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import TypeVar
 
-from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line
-from raytune_fsdp.base.machine import setting
+from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line, setting
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.model.directory.files import is_hub_name
 from raytune_fsdp.model.directory.hub_weights import HUB_SECONDS

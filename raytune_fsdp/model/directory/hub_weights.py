@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raytune_fsdp.base.durable import replace_at_once
-from raytune_fsdp.base.errors import ModelError, in_one_line
-from raytune_fsdp.base.machine import setting
+from raytune_fsdp.base.errors import ModelError, in_one_line, setting
 from raytune_fsdp.base.threads import READERS, in_thread
 from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, parse_json, read_json, reason, shown
 from raytune_fsdp.model.directory.bounds import check_header_size, check_tensors

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from raytune_fsdp.base.machine import JOB_CONFIG
+from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.launch.environment import with_package
 from raytune_fsdp.launch.notices import JOB_STOP, STOP_SECONDS
 
