@@ -172,11 +172,11 @@ def test_credentials_are_kept_out_of_the_config_and_of_the_error(tmp_path: Path,
 
 @pytest.mark.parametrize("template", ["chatml", None])
 def test_headings_that_nobody_asks_under_are_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, template: str | None
 ) -> None:
     """Where there is a chat template, of each dataset that leaves the style to its default, in a new run."""
     tokenizer = demo_tokenizer()
-    tokenizer.chat_template = None
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"instruction": "Say", "output": name}) + "\n")
     plain = {"path": str(tmp_path / "a.jsonl"), "format": {"type": "instruction"}}

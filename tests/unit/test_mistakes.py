@@ -220,8 +220,8 @@ ROWS = {
     lines([{"query": "a", "response": "b"}]): "{type: instruction, prompt: query, completion: response, style: chat}",
     lines([{"title": "a", "body": "b"}]): "it has 'title', 'body'; no column holds a list of messages: set the "
     "dataset's format to {type: instruction, prompt: COLUMN, completion: COLUMN, style: chat} or {type: template, ",
-    lines([{"prompt": CHAT[0]["messages"][:1], "completion": CHAT[0]["messages"][1:]}]): "as lists of messages, set "
-    "the dataset's format to {type: python, function: 'MODULE:FUNCTION', then: {type: chat, loss: last_turn}}",
+    lines([{"prompt": CHAT[0]["messages"][:1], "completion": CHAT[0]["messages"][1:]}]): "for lists of messages, "
+    "set the dataset's format to {type: chat, prompt: prompt, messages: completion}",
     lines([{"prompt": "a", "completion": "b"}]): "set the dataset's format to {type: instruction, prompt: prompt, "
     "completion: completion, style: chat}",
     lines([{"input_ids": [1, 2]}]): "it has 'input_ids'; set the dataset's format to {type: tokens}",

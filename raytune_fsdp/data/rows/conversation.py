@@ -63,9 +63,27 @@ def read_conversation(
     `columnar`: a null means a missing key everywhere in the row; otherwise only in messages and calls. `order`: the
     version by whose rules rows are read.
     """
-    newer, deep = order >= FOURTH_ORDER, columnar
-    column = format.messages
-    given = read_column(row, column, "messages", where)
+    newer, column = order >= FOURTH_ORDER, format.messages
+    messages, train = _read_messages(row, column, "messages", format, where, deep=columnar, newer=newer)
+    if format.prompt is not None:
+        ahead, may = _read_messages(row, format.prompt, "prompt", format, where, deep=columnar, newer=newer)
+        messages, train = ahead + messages, [each and format.loss == "all" for each in may] + train
+        column = f"{format.prompt} + {column}"
+    tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
+    system = _system_beside(row, format, messages, where) if newer else None
+    keep = format.reasoning == "keep"
+    if system is None:
+        return Conversation(messages, train, tools, where, column, keep=keep)
+    if messages[0]["role"] in _SYSTEM:  # that one is empty
+        messages, train = messages[1:], train[1:]
+    return Conversation([system, *messages], [True, *train], tools, where, column, first=1, keep=keep)
+
+
+def _read_messages(
+    row: dict[str, Any], column: str, field: str, format: ChatFormat, where: str, *, deep: bool, newer: bool
+) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Return the messages of a column, and which may be trained on. `field`: that of the format that names it."""
+    given = read_column(row, column, field, where)
     if newer and isinstance(given, str):
         # As with tools: a text is JSON, where a null is a value.
         given, deep = _parse(given, f"{where}: {column}", "a list of messages"), False
@@ -88,14 +106,7 @@ def read_conversation(
         message = _without_nulls(message, deep=deep)
         train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
-    tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
-    system = _system_beside(row, format, messages, where) if newer else None
-    keep = format.reasoning == "keep"
-    if system is None:
-        return Conversation(messages, train, tools, where, column, keep=keep)
-    if messages[0]["role"] in _SYSTEM:  # that one is empty
-        messages, train = messages[1:], train[1:]
-    return Conversation([system, *messages], [True, *train], tools, where, column, first=1, keep=keep)
+    return messages, train
 
 
 def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
@@ -170,11 +181,11 @@ _OF_ANSWERS = ("chosen", "rejected", "completion", "label")
 """By default, columns of pairs and of judged answers: what has chosen one takes the other."""
 
 
-LISTS = (
-    "for a prompt and a completion as lists of messages, set the dataset's format to {type: python, function: "
-    "'MODULE:FUNCTION', then: {type: chat, loss: last_turn}}, with a function of yours that returns {'messages': "
-    "row['prompt'] + row['completion']}"
-)
+def of_lists(prompt: str, completion: str) -> str:
+    """Return the way out for rows whose prompt and completion are lists of messages, as TRL's are."""
+    return (
+        f"for lists of messages, set the dataset's format to {{type: chat, prompt: {prompt}, messages: {completion}}}"
+    )
 
 
 def _other_format(row: dict[str, Any], name: str, field: str) -> str | None:
@@ -182,7 +193,8 @@ def _other_format(row: dict[str, Any], name: str, field: str) -> str | None:
     formats = _FORMATS if name in _BY_DEFAULT else _FORMATS[:2] if name in _OF_ANSWERS else ()
     found = next((each for each in formats if all(map(row.__contains__, each[0]))), None)
     if found is not None:
-        return LISTS if found[0] == ("prompt", "completion") and are_messages(row["prompt"]) else found[1]
+        lists = found[0] == ("prompt", "completion") and are_messages(row["prompt"])
+        return of_lists(*found[0]) if lists else found[1]
     if field != "messages" or not row or any(_may_be_messages(value) for value in row.values()):
         return None
     return (

@@ -8,11 +8,11 @@ from typing import Any
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import InstructionFormat, TemplateFormat, parts_of
 from raytune_fsdp.data.rows.conversation import (
-    LISTS,
     Conversation,
     are_messages,
     check_text,
     check_unicode,
+    of_lists,
     read_column,
 )
 from raytune_fsdp.data.sources.source import shorten
@@ -59,7 +59,8 @@ def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str)
 
     def required(column: str, field: str) -> str:
         if are_messages(row.get(column)):
-            raise RowError(f"{where}: {column}={shorten(row[column])} is not text; {LISTS}", "wrong_type")
+            way_out = of_lists(format.prompt, format.completion)
+            raise RowError(f"{where}: {column}={shorten(row[column])} is not text; {way_out}", "wrong_type")
         return check_text(read_column(row, column, field, where), f"{where}: {column}")
 
     def optional(column: str | None) -> str | None:
