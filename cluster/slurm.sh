@@ -49,8 +49,9 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]} # this script runs there, too
-# exec, so that in the background $! is srun's, and it gets the signal. Only for subshells.
-on() { exec srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"; }
+# exec, so that in the background $! is srun's, and it gets the signal. Only for subshells. Since Slurm 22.05 srun does not
+# take sbatch's CPUs for a task by itself: where tasks are bound, Ray and all ranks would share one core.
+on() { exec srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --overlap --nodelist="$1" "${@:2}"; }
 address=$(on "$head" hostname -I | cut -d ' ' -f 1)
 
 started=()

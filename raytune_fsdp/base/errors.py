@@ -19,6 +19,7 @@ Every message names the field (or file), the value, the rule, and the way out.
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, distribution
 
 
@@ -100,6 +101,16 @@ _EXTRAS = {
     "lora": "peft", "mlflow": "mlflow", "plots": "matplotlib", "large": "accelerate", "fp8": "torchao",
     "lm-eval": "lm_eval accelerate", "optuna": "optuna",
 }  # fmt: skip
+
+
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray's variable with the config of a job, in the job alone. It is really called so."""
+
+
+def setting(variable: str) -> str:
+    """Return the words for how a user sets an environment variable for this process."""
+    where = " in the environment of `ray start`, which a job has instead of yours"
+    return f"set {variable}{where if JOB_CONFIG in os.environ else ''}"
 
 
 def pip_install(extra: str) -> str:

@@ -33,13 +33,12 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import cadence, global_batch, length, run_directory, times_per_epoch
+from raytune_fsdp.convert.runs import FLASH, cadence, global_batch, length, run_directory, times_per_epoch
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
 from raytune_fsdp.convert.training import OPTIM_OPTIONS, SHARED_OPTIONS, early_stopping, say_precision
 
 _ATTENTION_SWITCHES = {
-    "flash_attention": "flash_attention_2",
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
     "flex_attention": "flex_attention",
@@ -147,6 +146,8 @@ def finish(c: Translation) -> None:
 def _attention_switch(c: Translation, key: str) -> None:
     if not c.get(key, flag, False):
         c.say(key, "same", "another one is used, or the best that is correct (model.attention=auto)")
+    elif key == "flash_attention":
+        c.say(key, "same", FLASH)
     elif key in _ATTENTION_SWITCHES:
         c.carry(key, "model.attention", _ATTENTION_SWITCHES[key])
     else:
@@ -231,7 +232,7 @@ _OPTIONS = (
     ask("tf32", "`parallel.tf32`", _tf32),
     ask(
         "flash_attention sdp_attention eager_attention flex_attention xformers_attention sage_attention",
-        "`model.attention`",
+        "`model.attention`; flash attention is taken with `auto`, where it is installed",
         _attention_switch,
     ),
     ask(

@@ -29,6 +29,7 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
+from raytune_fsdp.convert.runs import FLASH
 from raytune_fsdp.convert.sharding import FP8
 from raytune_fsdp.convert.training import (
     TRAINING_OPTIONS,
@@ -38,7 +39,7 @@ from raytune_fsdp.convert.training import (
     say_precision,
 )
 
-_ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+_ATTENTION = {"disabled": "eager", "sdpa": "sdpa"}
 _LENGTH = 2048
 
 
@@ -189,6 +190,8 @@ def _attention(c: Translation, key: str) -> None:
     name = c.get(key, text, "auto")
     if name in _ATTENTION:
         c.carry(key, "model.attention", _ATTENTION[name])
+    elif name in ("fa2", "fa3"):
+        c.say(key, "same", FLASH)
     else:
         c.say(key, "same", "the best that is correct (model.attention=auto)")
 
@@ -209,7 +212,7 @@ def _new_tokens(c: Translation, key: str) -> None:
 _MODEL_OPTIONS = (
     carry("model_name_or_path", "model.path", text),
     ask("model_revision", "`model.revision`", _revision),
-    ask("flash_attn", "`model.attention`", _attention),
+    ask("flash_attn", "`model.attention`; flash attention is taken with `auto`, where it is installed", _attention),
     carry("resize_vocab", "model.resize_embeddings", flag),
     ask("add_tokens add_special_tokens", "`model.add_tokens`", _new_tokens),
     switch("split_special_tokens", "data.special_tokens_in_text", "escape", "data.special_tokens_in_text=keep"),

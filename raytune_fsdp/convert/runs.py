@@ -10,7 +10,8 @@ from typing import Any
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.convert.rules import Translation, in_words, number, text, whole
 
-ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+ATTENTION = ("eager", "sdpa", "flex_attention")
+FLASH = "model.attention=auto takes flash-attn where it is installed, else torch's own flash attention"
 # Names of builders in `datasets`, which stand in place of a dataset's name.
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst))?$")
@@ -21,6 +22,8 @@ def attention(c: Translation, key: str) -> None:
     name = c.get(key, text, "")
     if name in ATTENTION:
         c.carry(key, "model.attention", name)
+    elif name.startswith("flash_attention_"):
+        c.say(key, "same", FLASH)
     else:
         c.say(key, "left", "not a name of ours; model.attention=auto takes the best that is correct")
 

@@ -27,6 +27,9 @@ from raytune_fsdp.convert.runs import attention, cadence, global_batch, in_steps
 from raytune_fsdp.convert.schedules import AHEAD, schedule, warmup
 from raytune_fsdp.convert.sharding import FSDP_OPTIONS, activation_checkpointing, fsdp
 
+_LONGEST_SECONDS = 86400
+"""Of a collective. LLaMA-Factory's examples have 180,000,000 because other ranks wait there while one prepares data."""
+
 
 def precision(c: Translation, *, default: str) -> str:
     """Return the precision that the switches for mixed precision choose; without any of them, the default."""
@@ -87,6 +90,14 @@ def _keep(c: Translation, key: str) -> None:
         c.carry(key, "checkpoint.keep_last", max(2, count), "" if count > 1 else "two, in case the last is damaged")
     else:
         c.say(key, "left", "all are kept there, the last two here; see checkpoint.keep_last")
+
+
+def _timeout(c: Translation, key: str) -> None:
+    seconds = c.get(key, number, 0.0)
+    if seconds <= _LONGEST_SECONDS:
+        c.carry(key, "cluster.collective_minutes", seconds / 60)
+    else:
+        c.say(key, "left", "longer than a day, in which nobody would notice a rank that hangs; see collective_minutes")
 
 
 def _metric(c: Translation, key: str) -> None:
@@ -205,7 +216,7 @@ SHARED_OPTIONS = (
     ),  # fmt: skip
     ask("metric_for_best_model", "same for the loss, else refused with load_best_model_at_end", _metric),
     ask("greater_is_better", "`checkpoint.best_is`, if the metric is the loss", _direction),
-    carry("ddp_timeout", "cluster.collective_minutes", lambda seconds: number(seconds) / 60),
+    ask("ddp_timeout", "`cluster.collective_minutes`; more than a day is left", _timeout),
     refuse(
         "resume_from_checkpoint",
         "a run of another trainer cannot be continued; name its weights as the model",
@@ -213,7 +224,11 @@ SHARED_OPTIONS = (
         alike="the same name continues the same run (run.resume)",
         here="same (`run.resume`); a path is refused",
     ),  # fmt: skip
-    ask("attn_implementation", "`model.attention`", attention),
+    ask(
+        "attn_implementation",
+        "`model.attention`; flash attention is taken with `auto`, where it is installed",
+        attention,
+    ),
     ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),
     *DEEPSPEED_OPTIONS,
     *FSDP_OPTIONS,

@@ -271,7 +271,11 @@ COMPUTE_OPTIONS = (
     carry("model_name_or_path", "model.path", text),
     carry("model_revision model_init_kwargs.revision", "model.revision", text),
     settled("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
-    ask("model_init_kwargs.attn_implementation", "`model.attention`", attention),
+    ask(
+        "model_init_kwargs.attn_implementation",
+        "`model.attention`; flash attention is taken with `auto`, where it is installed",
+        attention,
+    ),
     carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
     leave(
         "model_init_kwargs.use_cache model_init_kwargs.device_map model_init_kwargs.use_kernels",

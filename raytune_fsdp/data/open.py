@@ -12,6 +12,8 @@ import numpy as np
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
+from raytune_fsdp.config.sections.data import DataConfig
+from raytune_fsdp.config.sections.formats import InstructionFormat, PythonFormat
 from raytune_fsdp.data.duplicates import RowReader, groups_of, in_either, is_read_cheaply
 from raytune_fsdp.data.left_out import warn_of_measured, without_equal
 from raytune_fsdp.data.mixture import FOURTH_ORDER, Order, order_of
@@ -89,6 +91,7 @@ def open_data(
         version = max([*(each.order_version for each in opened), *tasks])
         for each in opened:
             each.raise_order(version)
+        _warn_of_headings(data, tokenizer)  # a run that goes on was trained so, and cannot change it
     if not data.drop_eval_duplicates:
         known = _warn_of_overlap(train, evals)
         warn_of_measured({names[i]: each for i, each in own.items()}, measured, known=known)
@@ -217,6 +220,19 @@ def _hold_out(
                 f"left to train on; lower it, add rows, or set data.train.{i}.weight=0"
             )
     return pairs
+
+
+def _warn_of_headings(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn of instructions that are trained under Alpaca's headings by default, while questions are asked without."""
+    for name, dataset in zip(dataset_names(data.train), data.train, strict=True):
+        format = dataset.format.then if isinstance(dataset.format, PythonFormat) else dataset.format
+        by_default = isinstance(format, InstructionFormat) and "style" not in format.model_fields_set
+        if by_default and (dataset.chat_template or data.chat_template or tokenizer.chat_template):
+            logger.warning(
+                "dataset %r: its questions are trained on under Alpaca's headings (format.style=alpaca, the default), "
+                "but `chat`, `generate`, eval.prompts and servers ask them in the chat template that there is: set "
+                "format.style=chat to train in that, too, or format.style=alpaca to keep the headings", name,
+            )  # fmt: skip
 
 
 def _warn_of_overlap(train: Windows, evals: Mapping[str, Windows]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.errors import JOB_CONFIG, ConfigError
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 
@@ -12,8 +12,6 @@ STOP_SECONDS = "RAYTUNE_FSDP_STOP_SECONDS"
 """Environment variable: the seconds between a scheduler's signal and the end. Only the author of the scheduler's script
 knows them."""
 
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray's variable with the config of a job, in the job alone. It is really called so."""
 _IN_A_POD = "KUBERNETES_SERVICE_HOST"
 JOB_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray's variable: how long `ray job stop` waits."""

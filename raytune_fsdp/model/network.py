@@ -25,6 +25,7 @@ from raytune_fsdp.config.sections.method import AdapterMethod, FreezeMethod, Ful
 from raytune_fsdp.config.sections.model import HeadConfig
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.adapters.attach import attach
+from raytune_fsdp.model.adapters.config_file import adapter_instead
 from raytune_fsdp.model.added_rows import train_rows
 from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import (
@@ -121,7 +122,7 @@ def _read(config: ModelConfig, directory: Path | None) -> PretrainedConfig:
         return _checked(lambda: CONFIG_MAPPING[model_type](**values), f"model.architecture ({model_type})")
     assert directory is not None, "a model without an inline architecture has a directory"
     if not (directory / "config.json").is_file():
-        raise ModelError(
+        raise adapter_instead(str(config.path), directory) or ModelError(
             f"model.path={config.path}: {directory} has no config.json; it must be a Hugging Face model directory"
         )
     values = _checked(partial(read_config, directory), f"model.path={config.path}")

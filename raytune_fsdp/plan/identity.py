@@ -43,6 +43,8 @@ ABSENT: dict[str, Any] = {
     "data.chat_template_date": "2024-07-26",
     "format.chat.reasoning": "template",
     "format.python.then.chat.reasoning": "template",
+    "format.chat.prompt": None,
+    "format.python.then.chat.prompt": None,
     "data.special_tokens_in_text": "keep",
     "model.add_tokens": [],
     # The class of transformers, or of code that comes with the model.

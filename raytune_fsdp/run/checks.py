@@ -15,6 +15,7 @@ from tempfile import TemporaryFile
 from raytune_fsdp.base.errors import ConfigError, ResumeError, pip_install
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import ClusterConfig, FinetuneConfig
+from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.model.export.mark import check_replaceable
 from raytune_fsdp.plan.cadence import cadence_in_words, is_multiple
@@ -128,8 +129,15 @@ def warn_of_method(config: FinetuneConfig) -> None:
         )
 
 
-def warn_of_saves(config: FinetuneConfig) -> None:
-    """Warn that a new run without a checkpoint before its end can lose all of it."""
+def warn_of_place(config: FinetuneConfig) -> None:
+    """Warn of where a new run does not go: to no checkpoint before its end, to no server that only the shell names."""
+    server, mlflow = os.environ.get("MLFLOW_TRACKING_URI"), config.tracking.mlflow
+    if server and mlflow.enabled and mlflow.uri is None and mlflow_installed():
+        logger.warning(
+            "MLFLOW_TRACKING_URI=%s is set, and not used, since the shell that goes on with a run may lack it: set "
+            "tracking.mlflow.uri to it",
+            shown_uri(server),
+        )
     if config.checkpoint.every is None:
         logger.warning(
             "checkpoint.every=null: the run saves nothing before its end, so a crash loses all that it has trained; "

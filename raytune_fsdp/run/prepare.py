@@ -43,7 +43,7 @@ from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import RunDir, check_links
 from raytune_fsdp.run.base_model import Base, begun_with, check_base
 from raytune_fsdp.run.beginning import orders_of, orders_on_record
-from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_saves
+from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_place
 from raytune_fsdp.run.described import started_by
 from raytune_fsdp.run.evaluation.answers import check_prompts
 from raytune_fsdp.run.evaluation.evaluation import metrics_of_run
@@ -168,7 +168,7 @@ def _check_with_length(config: FinetuneConfig, standing: ResumePoint, metrics: S
     check_export(config, standing.plan)
     if standing.checkpoint is None and not dry:
         warn_of_schedule(config, standing.plan)
-        warn_of_saves(config)
+        warn_of_place(config)
 
 
 def _counted(

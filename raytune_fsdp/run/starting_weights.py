@@ -186,7 +186,8 @@ def find_origin(
     if checkpoint is not None and is_adapted(network):
         raise ModelError(
             f"model.path={config.model.path} is a checkpoint, which its run removes one day, and a run with "
-            f"method.type={config.method.type} needs its base for ever: export it, and set model.path to the export"
+            f"method.type={config.method.type} needs its base for ever: export it as a whole model "
+            f"(`raytune-fsdp export {config.model.path} DIRECTORY --merge`), and set model.path to DIRECTORY"
         )
     network = without_adapters(config, network)
     if checkpoint is not None:

@@ -850,6 +850,13 @@ def test_efa_is_installed_in_the_last_stage() -> None:
     assert "ldd" in last and "'not found'" in last
 
 
+def test_slurm_gives_ray_all_of_a_node_s_cpus() -> None:
+    """Since Slurm 22.05 srun does not inherit sbatch's --cpus-per-task, and sites that bind tasks give one core."""
+    script = (CLUSTER / "slurm.sh").read_text()
+    (started,) = re.findall(r"exec srun (.+?) --nodelist", script)
+    assert '--cpus-per-task="$SLURM_CPUS_ON_NODE"' in started and '--num-cpus "$SLURM_CPUS_ON_NODE"' in script
+
+
 def test_slurms_environment_is_not_in_the_checkout() -> None:
     """`git clone` in the home directory makes ~/raytune-fsdp."""
     (prefix,) = re.findall(r"docker/install.sh ~/(\S+) all", (ROOT / "docs" / "start" / "slurm.md").read_text())

@@ -411,7 +411,7 @@ def test_a_rank_that_does_not_see_what_there_is_gets_it_from_rank_0(tmp_path: Pa
     merged = FinetuneConfig.model_validate(values)
     assert resident_ranks(_assembled, 2, merged, *prepare(merged, 2), {"base_files": nowhere}) == ["rank0"] * 2
     values["method"] = config_of(tmp_path, "llama", LORA).method.model_dump()
-    with pytest.raises(ModelError, match="is a checkpoint, which its run removes one day"):
+    with pytest.raises(ModelError, match=r"which its run removes one day.* DIRECTORY --merge`\), and set"):
         prepare(FinetuneConfig.model_validate(values), 2)
 
 

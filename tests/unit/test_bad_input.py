@@ -126,6 +126,16 @@ def test_paths_that_are_no_models(refused: Refused, tmp_path: Path, model: Path)
         says(refused(model__path=file, model__tokenizer=tokenizer), f"model.path={file}", "is a file", "directory")
     (tmp_path / "empty").mkdir()
     says(refused(model__path=tmp_path / "empty"), "has no config.json", "must be a Hugging Face model directory")
+    adapter, base = tmp_path / "adapter", "acme/base\x1b[2J"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    (adapter / "adapter_model.safetensors").touch()
+    way_out = f"method.type=lora, method.adapter={adapter} and model.path to its base"
+    said = refused(model__path=adapter, model__tokenizer=TOKENIZER)
+    says(said, f"model.path={adapter} is an adapter", way_out, "names 'acme/base\\x1b[2J'", "RUN DIRECTORY --merge`")
+    shutil.copy(model / "config.json", adapter)  # as some trainers write it into an adapter's directory
+    said = refused(model__path=adapter, model__tokenizer=TOKENIZER)
+    says(said, str(adapter), "has the weights of an adapter alone: set method.adapter to it")
     says(refused(model__path="a/b/c"), "model.path=a/b/c", "no such directory")
     says(refused(model__path="../models"), "model.path=../models", "no such directory")
 

@@ -78,12 +78,12 @@ def environment(endpoint: str, cache: Path) -> dict[str, str]:
     return {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
 
 
-def locate(endpoint: str, cache: Path, *names: tuple[str, str | None]) -> list[str]:
-    """Where those models are, or the error; each within the limit."""
+def locate(endpoint: str, cache: Path, *names: tuple[str, str | None], quiet: bool = True) -> list[str]:
+    """Where those models are, or the error; each within the limit. `quiet`: the hub's library says nothing."""
     command = [sys.executable, "-c", NAMES, json.dumps(names)]
     done = subprocess.run(command, env=environment(endpoint, cache), capture_output=True, text=True, check=True)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.stderr == "" and len(answers) == len(names)
+    assert quiet == (done.stderr == "") and len(answers) == len(names)
     for found, seconds in answers:
         assert seconds < LIMIT_SECONDS, f"{seconds:.1f} s for: {found}"
     return [found for found, _ in answers]
@@ -106,6 +106,35 @@ def test_no_network(tmp_path: Path) -> None:
     (line,) = locate("http://127.0.0.1:9", tmp_path, ("someone/some-model", None))
     says(line, "error: model.path=someone/some-model: ", "hub cannot be reached", "refused", "give the path")
     assert "\n" not in line
+
+
+class Public(Hub):
+    """Has a model of one small file."""
+
+    def do_GET(self) -> None:
+        commit, said = "0" * 40, b"{}"
+        if "/tree/" in self.path:
+            said = json.dumps([{"type": "file", "path": "config.json", "size": 2, "oid": "0123"}]).encode()
+        elif self.path.startswith("/api/"):
+            said = json.dumps({"id": "a/b", "sha": commit, "siblings": [{"rfilename": "config.json"}]}).encode()
+        self.send_response(200)
+        for name, value in (("X-Repo-Commit", commit), ("ETag", '"0123"'), ("Content-Length", str(len(said)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(said if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
+
+
+def test_a_cache_that_cannot_be_written() -> None:
+    """The hub answers, and its files have no place here."""
+    home = Path("/proc/nowhere")  # no directory can be made there, not even by root
+    with ThreadingHTTPServer(("127.0.0.1", 0), Public) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        (line,) = locate(f"http://127.0.0.1:{server.server_address[1]}", home, ("a/b", None), quiet=False)
+        server.shutdown()
+    says(line, f"error: model.path=a/b: HF_HOME={home} cannot be written", "set HF_HOME to a place")
+    assert "reached" not in line
 
 
 @pytest.mark.slow

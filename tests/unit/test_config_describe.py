@@ -61,8 +61,8 @@ def test_a_field_that_means_something_else_with_another_type_is_described_for_ea
     found = [(each.default, each.only_with) for each in describe(ROOT) if each.path == "optim.optimizer.momentum"]
     assert found[:2] == [("0.9", ("sgd",)), ("0.95", ("muon",))]
     prompts = [(each.default, each.only_with) for each in describe(ROOT) if each.path == "data.train.N.format.prompt"]
-    assert prompts[:2] == [("instruction", ("instruction",)), ("required", ("template",))]
-    assert prompts[2:] == [("prompt", ("preference",)), ("prompt", ("binary",))]
+    assert prompts[:3] == [("null", ("chat",)), ("instruction", ("instruction",)), ("required", ("template",))]
+    assert prompts[3:] == [("prompt", ("preference",)), ("prompt", ("binary",))]
 
 
 def test_items_of_a_list_are_described() -> None:

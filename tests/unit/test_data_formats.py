@@ -20,6 +20,8 @@ from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat,
 from raytune_fsdp.data.mixture import FOURTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
+from raytune_fsdp.data.sources.keys import lowest_order
+from raytune_fsdp.plan.identity import named
 from tests.unit.made_tokenizers import GLUED, chat, convert, demo, pieces, refusal, without_tags
 
 TEXT = CompletionFormat(type="completion")
@@ -228,6 +230,57 @@ def test_results_of_tools(name: str) -> None:
     assert "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>" in text
 
 
+PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Two?"}]
+PROMPT += [{"role": "assistant", "content": "Three."}, {"role": "user", "content": "And what?"}]
+COMPLETION = [{"role": "assistant", "content": "The GPU."}]
+OF_LISTS = ChatFormat(prompt="prompt", messages="completion")
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama-3"])
+def test_a_prompt_and_a_completion_of_messages_are_trained_on_as_by_trl(template: str) -> None:
+    """It renders the prompt with the head of an answer, and all tokens after these are trained on; here the end of the
+    turn is the last of them, without the line that templates begin after it."""
+    tokenizer, source = chat(), load_template(template)
+    for tags in (source, without_tags(source)):
+        document = convert({"prompt": PROMPT, "completion": COMPLETION}, OF_LISTS, tokenizer, tags)
+
+        def rendered(turns: list[dict[str, str]], text: str = tags, **options: Any) -> list[int]:
+            return list(tokenizer.encode(tokenizer.apply_chat_template(
+                turns, chat_template=text, tokenize=False, **options
+            ), add_special_tokens=False))  # fmt: skip
+
+        asked, whole = rendered(PROMPT, add_generation_prompt=True), rendered(PROMPT + COMPLETION)
+        assert whole[: len(asked)] == asked and document.input_ids.tolist() == whole
+        by_trl = np.arange(len(whole)) >= len(asked)
+        line = len(tokenizer.decode(whole)) - len(tokenizer.decode(whole).rstrip("\n"))
+        trained = document.labels != IGNORE
+        assert trained[len(asked) : len(whole) - line].all() and not (trained & ~by_trl).any()
+        joined = {"messages": [{**each, "weight": 0} for each in PROMPT] + COMPLETION}
+        assert convert(joined, ChatFormat(), tokenizer, tags).labels.tolist() == document.labels.tolist()
+        everything = convert({"prompt": PROMPT, "completion": COMPLETION}, OF_LISTS.model_copy(
+            update={"loss": "all"}), tokenizer, tags)  # fmt: skip
+        assert (everything.labels != IGNORE).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"completion": COMPLETION}, "has no column 'prompt', it has 'completion'; name the right one in"),
+        ({"prompt": "And what?", "completion": COMPLETION}, "prompt=And what?"),
+        ({"prompt": [], "completion": COMPLETION}, "prompt=[] has no messages"),
+        ({"prompt": [{"role": "user"}], "completion": COMPLETION}, "prompt[0].content is missing or null"),
+        ({"prompt": PROMPT, "completion": PROMPT[:1]}, "no token of the row can be trained on"),
+    ],
+)
+def test_prompts_of_messages_that_are_none(row: dict[str, Any], said: str) -> None:
+    assert said in str(refusal(row, OF_LISTS, chat(), load_template("chatml")))
+
+
+def test_a_run_that_was_begun_before_prompts_of_messages_is_the_same_run() -> None:
+    assert "prompt" not in named("format", ChatFormat())
+    assert named("format", OF_LISTS)["prompt"] == "prompt" and lowest_order(OF_LISTS, []) == FOURTH_ORDER
+
+
 def test_content_in_parts() -> None:
     parts = [{"type": "text", "text": "The ", "image_url": None}, {"type": "text", "text": "GPU."}]
     document = convert(messages(("user", "What?"), ("assistant", parts)), ChatFormat(), demo())
@@ -348,6 +401,7 @@ BAD_TEXTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 BAD_INSTRUCTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"instruction": [{"role": "user"}], "output": "x"}, "wrong_type", "is not text; for lists of messages, set"),
     ({"output": "x"}, "missing_column", "no column 'instruction'"),
     ({"instruction": "x"}, "missing_column", "no column 'output', it has 'instruction'; name"),
     ({"instruction": None, "output": "x"}, "null", "column 'instruction' is null"),

@@ -168,3 +168,29 @@ def test_credentials_are_kept_out_of_the_config_and_of_the_error(tmp_path: Path,
     with pytest.raises(ConfigError, match=r"^data\.train\.0\.path: must not hold credentials") as caught:
         load_config(path, ["--data.train.0.path", url])
     assert not any(secret in str(caught.value) for secret in ("AKIA", "slash", "pass@", "abc"))
+
+
+@pytest.mark.parametrize("template", ["chatml", None])
+def test_headings_that_nobody_asks_under_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    """Where there is a chat template, of each dataset that leaves the style to its default, in a new run."""
+    tokenizer = demo_tokenizer()
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"instruction": "Say", "output": name}) + "\n")
+    plain = {"path": str(tmp_path / "a.jsonl"), "format": {"type": "instruction"}}
+    chosen = {"path": str(tmp_path / "b.jsonl"), "format": {"type": "instruction", "style": "alpaca"}}
+    config = make_config(tmp_path, data={"train": [plain, chosen], "chat_template": template})
+
+    def said(order: int | None) -> list[str]:
+        caplog.clear()
+        open_data(config, tokenizer, VOCABULARY, order_version=order)
+        return [each.getMessage() for each in caplog.records]
+
+    assert said(2) == []
+    if template is None:
+        assert said(None) == []
+    else:
+        (line,) = said(None)
+        assert "dataset 'a'" in line and "format.style=chat to train" in line and "format.style=alpaca to keep" in line

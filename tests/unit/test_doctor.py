@@ -361,6 +361,10 @@ def test_a_model_that_lacks_a_file(tmp_path: Path) -> None:
     assert "2 files of weights" in services.check_model(whole)[0].found
     found = only(services.check_model(with_model(tmp_path, str(write_model(tmp_path / "m", lacking=True)))), "model")
     assert "model-00002-of-00002.safetensors" in found.found and found.fix == "download the model again"
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    found = only(services.check_model(with_model(tmp_path, str(tmp_path / "adapter"))), "model")
+    assert "is an adapter" in found.found and found.fix.startswith("set method.type=lora, method.adapter=")
 
 
 @pytest.mark.slow

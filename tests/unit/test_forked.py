@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 import raytune_fsdp
+from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked import ask, template, templates
 from raytune_fsdp.launch.ray.forked.messages import receive
 from raytune_fsdp.launch.ray.forked.process import (

@@ -208,14 +208,22 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 ROWS = {
     lines([{"instruction": "Say 1", "input": "", "output": "1"}]): "rows.jsonl: has no column 'messages', it has "
-    "'instruction', 'input', 'output'; set the dataset's format to {type: instruction}, which reads Alpaca's rows",
+    "'instruction', 'input', 'output'; set the dataset's format to {type: instruction, style: chat}",
     lines([{"text": "Once"}]): "it has 'text'; set the dataset's format to {type: completion}, which trains on texts",
     lines([{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]): "it has "
     "'conversations'; set the dataset's format to {type: chat, messages: conversations}",
     lines([{"question": "a", "answer": "b"}]): "set the dataset's format to {type: instruction, prompt: question, "
-    "completion: answer}",
+    "completion: answer, style: chat}",
+    lines([{"instruction": "Say", "context": "1", "response": "1"}]): "format to {type: instruction, input: context, "
+    "completion: response, style: chat}",
+    lines([{"instruction": "Say 1", "response": "1"}]): "{type: instruction, completion: response, style: chat}",
+    lines([{"query": "a", "response": "b"}]): "{type: instruction, prompt: query, completion: response, style: chat}",
+    lines([{"title": "a", "body": "b"}]): "it has 'title', 'body'; no column holds a list of messages: set the "
+    "dataset's format to {type: instruction, prompt: COLUMN, completion: COLUMN, style: chat} or {type: template, ",
+    lines([{"prompt": CHAT[0]["messages"][:1], "completion": CHAT[0]["messages"][1:]}]): "for lists of messages, "
+    "set the dataset's format to {type: chat, prompt: prompt, messages: completion}",
     lines([{"prompt": "a", "completion": "b"}]): "set the dataset's format to {type: instruction, prompt: prompt, "
-    "completion: completion}",
+    "completion: completion, style: chat}",
     lines([{"input_ids": [1, 2]}]): "it has 'input_ids'; set the dataset's format to {type: tokens}",
     lines([{"talk": []}]): "it has 'talk'; name the right one in the dataset's format.messages",
     json.dumps(

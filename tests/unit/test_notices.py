@@ -9,13 +9,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 
-from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.base.errors import JOB_CONFIG, ConfigError
 from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.config import ClusterConfig
 from raytune_fsdp.launch import notices
 from raytune_fsdp.launch.notices import STOP_SECONDS, notices_of
 from raytune_fsdp.launch.worker import alone, work
+from raytune_fsdp.model.directory.hub_weights import refused
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import event_in_words
@@ -56,13 +58,22 @@ def test_what_is_no_number_of_seconds_is_refused_by_name(text: str) -> None:
         notices_of(ClusterConfig(), {STOP_SECONDS: text}, ray=False)
 
 
+def test_a_ray_job_hears_whose_environment_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = GatedRepoError.__new__(GatedRepoError)  # without the answer of an HTTP library, of which versions differ
+    assert str(refused(error, "model.path=a/b")).endswith("then set HF_TOKEN")
+    monkeypatch.setenv(JOB_CONFIG, "{}")
+    assert str(refused(error, "model.path=a/b")).endswith(
+        "then set HF_TOKEN in the environment of `ray start`, which a job has instead of yours"
+    )
+
+
 def test_the_defaults_and_names_are_rays() -> None:
     pytest.importorskip("ray")
     from ray._private import ray_constants
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
     from ray.dashboard.modules.job import job_supervisor
 
-    assert notices.JOB_CONFIG == RAY_JOB_CONFIG_JSON_ENV_VAR
+    assert JOB_CONFIG == RAY_JOB_CONFIG_JSON_ENV_VAR
     variable, seconds = notices._DRAIN
     assert seconds == getattr(ray_constants, variable)
     variable, seconds = notices._JOB_STOP

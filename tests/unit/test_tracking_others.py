@@ -28,7 +28,8 @@ from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation
 from raytune_fsdp.record.lines import evaluation_line, step_lines, to_bytes
 from raytune_fsdp.record.names import labelled
 from raytune_fsdp.record.tracker import Composite, RunStart, Tracker
-from raytune_fsdp.run.checks import check_trackers
+from raytune_fsdp.run import checks
+from raytune_fsdp.run.checks import check_trackers, warn_of_place
 from tests.runs import make_config
 from tests.unit.fake_mlflow import nodes_on_record, on_record, step
 
@@ -364,3 +365,23 @@ def until(condition: Any, seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_server_that_only_the_shell_names_is_not_used_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(**mlflow: Any) -> str:
+        caplog.clear()
+        config = make_config(tmp_path)
+        chosen = {**config.tracking.mlflow.model_dump(), "enabled": True, **mlflow}
+        warn_of_place(config.model_validate(config.model_dump() | {"tracking": {"mlflow": chosen}}))
+        return caplog.text
+
+    monkeypatch.setattr(checks, "mlflow_installed", lambda: True)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert "MLFLOW" not in said()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://alice:hunter2@team:5000")
+    text = said()
+    assert "MLFLOW_TRACKING_URI=https://team:5000 is set, and not used" in text and "set tracking.mlflow.uri" in text
+    assert "hunter2" not in text and "alice" not in text
+    assert "MLFLOW" not in said(uri="https://other:5000") + said(enabled=False)

@@ -20,6 +20,10 @@ class ChatFormat(Section):
     messages: str = "messages"
     """Column with the list of messages. ShareGPT files call it `conversations`."""
 
+    prompt: str | None = None
+    """Column with a list of messages that come before these and are only context, except with `loss: all`. TRL's rows have
+    `prompt` and `completion`: `{prompt: prompt, messages: completion}`. Null: none."""
+
     role: str | None = None
     """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
 
@@ -354,7 +358,7 @@ def becomes_chat(format: Format) -> bool:
 
 
 COLUMNS: dict[str, tuple[list[str], list[str]]] = {
-    "chat": (["messages"], ["tools", "system"]),
+    "chat": (["messages", "prompt"], ["tools", "system"]),
     "instruction": (["prompt", "completion"], ["input", "system"]),
     "completion": (["text"], []),
     "tokens": (["input_ids"], ["labels", "mask"]),

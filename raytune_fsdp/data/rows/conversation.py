@@ -63,9 +63,27 @@ def read_conversation(
     `columnar`: a null means a missing key everywhere in the row; otherwise only in messages and calls. `order`: the
     version by whose rules rows are read.
     """
-    newer, deep = order >= FOURTH_ORDER, columnar
-    column = format.messages
-    given = read_column(row, column, "messages", where)
+    newer, column = order >= FOURTH_ORDER, format.messages
+    messages, train = _read_messages(row, column, "messages", format, where, deep=columnar, newer=newer)
+    if format.prompt is not None:
+        ahead, may = _read_messages(row, format.prompt, "prompt", format, where, deep=columnar, newer=newer)
+        messages, train = ahead + messages, [each and format.loss == "all" for each in may] + train
+        column = f"{format.prompt} + {column}"
+    tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
+    system = _system_beside(row, format, messages, where) if newer else None
+    keep = format.reasoning == "keep"
+    if system is None:
+        return Conversation(messages, train, tools, where, column, keep=keep)
+    if messages[0]["role"] in _SYSTEM:  # that one is empty
+        messages, train = messages[1:], train[1:]
+    return Conversation([system, *messages], [True, *train], tools, where, column, first=1, keep=keep)
+
+
+def _read_messages(
+    row: dict[str, Any], column: str, field: str, format: ChatFormat, where: str, *, deep: bool, newer: bool
+) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Return the messages of a column, and which may be trained on. `field`: that of the format that names it."""
+    given = read_column(row, column, field, where)
     if newer and isinstance(given, str):
         # As with tools: a text is JSON, where a null is a value.
         given, deep = _parse(given, f"{where}: {column}", "a list of messages"), False
@@ -88,14 +106,7 @@ def read_conversation(
         message = _without_nulls(message, deep=deep)
         train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
-    tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
-    system = _system_beside(row, format, messages, where) if newer else None
-    keep = format.reasoning == "keep"
-    if system is None:
-        return Conversation(messages, train, tools, where, column, keep=keep)
-    if messages[0]["role"] in _SYSTEM:  # that one is empty
-        messages, train = messages[1:], train[1:]
-    return Conversation([system, *messages], [True, *train], tools, where, column, first=1, keep=keep)
+    return messages, train
 
 
 def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
@@ -137,17 +148,23 @@ def _system_beside(
     return None if own else {"role": "system", "content": given}
 
 
+def _instruction(*columns: str) -> str:
+    """Return the way out for rows of a question and an answer. `columns`: the fields that name theirs."""
+    fields = ", ".join(("type: instruction", *columns, "style: chat"))
+    return f"set the dataset's format to {{{fields}}}, or with style: plain where the tokenizer has no chat template"
+
+
 _FORMATS = (
     (("chosen", "rejected"), "set the dataset's format to {type: preference}, for train.objective.type=dpo and others"),
     (("prompt", "completion", "label"), "set the dataset's format to {type: binary}, for train.objective.type=kto"),
-    (("instruction", "output"), "set the dataset's format to {type: instruction}, which reads Alpaca's rows"),
+    (("instruction", "output"), _instruction()),
+    (("instruction", "context", "response"), _instruction("input: context", "completion: response")),
+    (("instruction", "response"), _instruction("completion: response")),
     (("messages",), "set the dataset's format to {type: chat}, which reads conversations"),
     (("conversations",), "set the dataset's format to {type: chat, messages: conversations}"),
-    (
-        ("prompt", "completion"),
-        "set the dataset's format to {type: instruction, prompt: prompt, completion: completion}",
-    ),
-    (("question", "answer"), "set the dataset's format to {type: instruction, prompt: question, completion: answer}"),
+    (("prompt", "completion"), _instruction("prompt: prompt", "completion: completion")),
+    (("question", "answer"), _instruction("prompt: question", "completion: answer")),
+    (("query", "response"), _instruction("prompt: query", "completion: response")),
     (("input_ids",), "set the dataset's format to {type: tokens}"),
     (
         ("text", "label"),
@@ -164,9 +181,34 @@ _OF_ANSWERS = ("chosen", "rejected", "completion", "label")
 """By default, columns of pairs and of judged answers: what has chosen one takes the other."""
 
 
-def _other_format(row: dict[str, Any], name: str) -> str | None:
+def of_lists(prompt: str, completion: str) -> str:
+    """Return the way out for rows whose prompt and completion are lists of messages, as TRL's are."""
+    return (
+        f"for lists of messages, set the dataset's format to {{type: chat, prompt: {prompt}, messages: {completion}}}"
+    )
+
+
+def _other_format(row: dict[str, Any], name: str, field: str) -> str | None:
+    """Return the format that reads a row which lacks a column; None: only its owner can know."""
     formats = _FORMATS if name in _BY_DEFAULT else _FORMATS[:2] if name in _OF_ANSWERS else ()
-    return next((said for columns, said in formats if all(map(row.__contains__, columns))), None)
+    found = next((each for each in formats if all(map(row.__contains__, each[0]))), None)
+    if found is not None:
+        lists = found[0] == ("prompt", "completion") and are_messages(row["prompt"])
+        return of_lists(*found[0]) if lists else found[1]
+    if field != "messages" or not row or any(_may_be_messages(value) for value in row.values()):
+        return None
+    return (
+        "no column holds a list of messages: set the dataset's format to {type: instruction, prompt: COLUMN, "
+        "completion: COLUMN, style: chat} or {type: template, prompt: TEXT, completion: TEXT}"
+    )
+
+
+def are_messages(value: object) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(each, dict) for each in value)
+
+
+def _may_be_messages(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip()[:1] == "[")
 
 
 def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
@@ -174,7 +216,7 @@ def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
     if name not in row:
         raise RowError(
             f"{where}: has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
-            + (_other_format(row, name) or f"name the right one in the dataset's format.{field}"),
+            + (_other_format(row, name, field) or f"name the right one in the dataset's format.{field}"),
             MISSING_COLUMN,
         )
     if row[name] is None:

@@ -7,7 +7,14 @@ from typing import Any
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import InstructionFormat, TemplateFormat, parts_of
-from raytune_fsdp.data.rows.conversation import Conversation, check_text, check_unicode, read_column
+from raytune_fsdp.data.rows.conversation import (
+    Conversation,
+    are_messages,
+    check_text,
+    check_unicode,
+    of_lists,
+    read_column,
+)
 from raytune_fsdp.data.sources.source import shorten
 
 # Word for word as in Stanford Alpaca, because other programs prompt models tuned on this format with the same words.
@@ -51,6 +58,9 @@ def read_instruction(row: dict[str, Any], format: InstructionFormat, where: str)
     """Return question and answer of a row. Raises RowError."""
 
     def required(column: str, field: str) -> str:
+        if are_messages(row.get(column)):
+            way_out = of_lists(format.prompt, format.completion)
+            raise RowError(f"{where}: {column}={shorten(row[column])} is not text; {way_out}", "wrong_type")
         return check_text(read_column(row, column, field, where), f"{where}: {column}")
 
     def optional(column: str | None) -> str | None:

@@ -82,6 +82,8 @@ class RowKeys(Formatter):
         for each in (fields, fields.get("then") or {}):
             if each.get("reasoning") == "template":  # as before there was this field
                 del each["reasoning"]
+            if each.get("type") == "chat" and each["prompt"] is None:
+                del each["prompt"]
         if "order" in deciding:
             deciding["order"] = min(deciding["order"], FOURTH_ORDER)  # later ones render rows in another way
         return {

@@ -11,7 +11,7 @@ from typing import Any
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import replace_at_once
-from raytune_fsdp.base.errors import DataError, RaytuneError
+from raytune_fsdp.base.errors import DataError, RaytuneError, setting
 from raytune_fsdp.config.sections.data import SourceConfig
 from raytune_fsdp.data.sources.arrow import (
     BATCH_ROWS,
@@ -69,7 +69,8 @@ def _ask(dataset: SourceConfig) -> str | None:
         commit: str | None = HfApi().dataset_info(dataset.hub, revision=dataset.revision, timeout=_ASK_SECONDS).sha
         return commit
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise _refused(dataset, error, "correct hub and revision, or log in with `hf auth login`") from error
+        log_in = f"log in with `hf auth login`, or {setting('HF_TOKEN')}"
+        raise _refused(dataset, error, f"correct hub and revision; if it is private or restricted, {log_in}") from error
     # No network, a proxy, a hub that is down: the client's errors for these have no common base class.
     except Exception:
         return None

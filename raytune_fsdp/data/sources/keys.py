@@ -44,7 +44,7 @@ def lowest_order(format: Format, found: Iterable[Keys]) -> int:
         return FOURTH_ORDER if isinstance(format.then, ChatFormat) else OLDEST_ORDER
     if not isinstance(format, ChatFormat):
         return OLDEST_ORDER
-    if format.system not in (None, SYSTEM):
+    if format.system not in (None, SYSTEM) or format.prompt is not None:
         return FOURTH_ORDER  # a field that older versions do not have
     wanted = {"weight", "training"}
     wanted |= {SYSTEM} if format.system is not None else set()

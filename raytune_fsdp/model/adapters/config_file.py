@@ -89,6 +89,20 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     return read_object(file, links=cached)
 
 
+def adapter_instead(path: str, directory: Path) -> ModelError | None:
+    """Return what to do with an adapter that `model.path` names; None if the directory is not one of an adapter."""
+    if not (directory / ADAPTER_CONFIG_FILE).is_file():
+        return None
+    values = read_adapter_config(directory)
+    kind, base = "ia3" if values.get("peft_type") == "IA3" else "lora", values.get("base_model_name_or_path")
+    named = f" ({ADAPTER_CONFIG_FILE} names {shown(base)})" if isinstance(base, str) and base else ""
+    return ModelError(
+        f"model.path={path} is an adapter, no model: set method.type={kind}, method.adapter={path} and model.path to "
+        f"its base{named}, or merge the two (`raytune-fsdp export RUN DIRECTORY --merge` does so for a run of this "
+        "package) and set model.path to that directory"
+    )
+
+
 def adapter_method(
     directory: Path, held: Iterable[str], own: Callable[[str], str] = lambda name: name
 ) -> AdapterMethod:

@@ -24,6 +24,8 @@ from raytune_fsdp.model.directory.hub_weights import (
     as_patterns,
     kept_headers,
     list_files,
+    named_cache,
+    of_storage,
     read_headers,
     refused,
     why,
@@ -172,6 +174,11 @@ def _fetch(name: str, revision: str | None, *, field: str, weights: str | None) 
             if not all((directory / each).is_file() for each in names):
                 snapshot(allow_patterns=as_patterns(names))
     except OSError as error:  # the errors of the hub's library are kinds of it
+        if of_storage(error):
+            raise ModelError(
+                f"{what}: {named_cache()} cannot be written ({in_one_line(error)}): make room there, or set HF_HOME to "
+                "a place that can be written"
+            ) from error
         raise (silence is None and refused(error, what)) or _unreachable(what, silence or in_one_line(error)) from error
     return directory
 
@@ -326,5 +333,9 @@ def _no_safetensors(where: Path | str, there: Sequence[str], name: str) -> Model
             f"{where} has its weights only as {pickles[0]}, a pickle, which can run code when loaded: convert it once "
             "with transformers, on a machine without secrets (from_pretrained, then save_pretrained, which writes "
             "safetensors)"
+        )
+    if name == "model" and "adapter_model.safetensors" in there:
+        return ModelError(
+            f"{where} has the weights of an adapter alone: set method.adapter to it, and model.path to its base"
         )
     return ModelError(f"{where} has no {name}.safetensors and no {name}.safetensors.index.json: no weights to load")

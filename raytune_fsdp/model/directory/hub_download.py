@@ -7,7 +7,6 @@ so no lock is needed: locks of network file systems cannot be relied on.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -28,6 +27,8 @@ from raytune_fsdp.model.directory.hub_weights import (
     as_patterns,
     cache,
     list_files,
+    named_cache,
+    of_storage,
     opened,
     place_of,
     refused,
@@ -118,7 +119,7 @@ class Download:
                 kept = False  # what an earlier start had left was wrong, such as zeros after a crash
             except Exception as error:
                 tries = tries + 1 if self._came.get(name, 0) <= before else 0
-                lasting = isinstance(error, RaytuneError) or _of_storage(error) or refused(error, "") is not None
+                lasting = isinstance(error, RaytuneError) or of_storage(error) or refused(error, "") is not None
                 if lasting or tries == _TRIES:
                     raise
                 time.sleep(min(2**tries, 30))
@@ -182,7 +183,7 @@ def _checked(hub: HubWeights, lacking: Sequence[str]) -> dict[str, Path]:
     blobs = place_of(hub.repository) / "blobs"
     if constants.HF_HUB_OFFLINE:
         raise ModelError(
-            f"{hub.what}: HF_HUB_OFFLINE is set on {socket.gethostname()}, whose cache ({_variable()}) lacks "
+            f"{hub.what}: HF_HUB_OFFLINE is set on {socket.gethostname()}, whose cache ({named_cache()}) lacks "
             f"{len(lacking)} of its {len(hub.sizes)} weight files: unset it in the environment of that machine's "
             f"`ray start`, or download the model there: hf download {hub.repository} --revision {hub.commit}"
         )
@@ -204,20 +205,15 @@ def _explained(hub: HubWeights, error: Exception) -> RaytuneError:
     if isinstance(error, RaytuneError):
         return error
     here = f"{hub.what}, on {socket.gethostname()}"
-    if _of_storage(error):
+    if of_storage(error):
         return ModelError(
-            f"{here}: {_variable()} cannot be written ({in_one_line(error)}): make room there, or set HF_HOME to a "
+            f"{here}: {named_cache()} cannot be written ({in_one_line(error)}): make room there, or set HF_HOME to a "
             "place that can be written, in the environment of that machine's `ray start`"
         )
     return refused(error, here) or TransientError(
         f"{here}: the hub cannot be reached, or stopped answering ({why(error)}); what has come is kept, and another "
         "start goes on from there"
     )
-
-
-def _of_storage(error: Exception) -> bool:
-    """Return whether this machine's storage has failed, and not the hub."""
-    return isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _check_room(hub: HubWeights, blobs: Mapping[str, Path]) -> None:
@@ -232,15 +228,7 @@ def _check_room(hub: HubWeights, blobs: Mapping[str, Path]) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise ModelError(
-            f"{hub.what}: its weights need {needed / 1e9:,.1f} GB more on {socket.gethostname()}, and {_variable()} "
+            f"{hub.what}: its weights need {needed / 1e9:,.1f} GB more on {socket.gethostname()}, and {named_cache()} "
             f"has room for {free / 1e9:,.1f} GB: make room there, or set HF_HOME to a larger disk, in the environment "
             "of that machine's `ray start`"
         )
-
-
-def _variable() -> str:
-    """Return the variable that says where the cache is, with its value."""
-    from huggingface_hub import constants
-
-    home, place = Path(constants.HF_HOME), cache()
-    return f"HF_HOME={home}" if place == home / "hub" else f"HF_HUB_CACHE={place}"

@@ -9,7 +9,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import TypeVar
 
-from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line
+from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line, setting
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.model.directory.files import is_hub_name
 from raytune_fsdp.model.directory.hub_weights import HUB_SECONDS
@@ -84,9 +84,13 @@ def _token(name: str) -> str:
     try:
         token = _soon(get_token)  # an OAuth token may have to be renewed, which asks the hub
     except Exception as error:
-        raise ModelError(f"{what}: cannot get a token for the hub ({in_one_line(error)}): set HF_TOKEN") from error
+        raise ModelError(
+            f"{what}: cannot get a token for the hub ({in_one_line(error)}): {setting('HF_TOKEN')}"
+        ) from error
     if not token:
-        raise ModelError(f"{what}: pushing needs a token with write access: set HF_TOKEN, or run `hf auth login`")
+        raise ModelError(
+            f"{what}: pushing needs a token with write access: {setting('HF_TOKEN')}, or run `hf auth login`"
+        )
     if not (token.isascii() and token.isprintable() and " " not in token):
         # The HTTP library would refuse the header with it, and show the token in its message.
         raise ModelError(f"{what}: the token has a character that no token has (a quote? a space?): correct HF_TOKEN")

@@ -5,6 +5,7 @@ Headers are read by ranges of bytes: a few kilobytes per file say whether the we
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import math
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raytune_fsdp.base.durable import replace_at_once
-from raytune_fsdp.base.errors import ModelError, in_one_line
+from raytune_fsdp.base.errors import ModelError, in_one_line, setting
 from raytune_fsdp.base.threads import READERS, in_thread
 from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, parse_json, read_json, reason, shown
 from raytune_fsdp.model.directory.bounds import check_header_size, check_tensors
@@ -103,16 +104,31 @@ def refused(error: Exception, what: str) -> ModelError | None:
 
     if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError, so it is checked first
         return ModelError(
-            f"{what}: access to this hub model is restricted; accept its terms on its page, then set HF_TOKEN"
+            f"{what}: access to this hub model is restricted; accept its terms on its page, then {setting('HF_TOKEN')}"
         )
     if isinstance(error, RevisionNotFoundError):
         return ModelError(f"{what}: the hub model has no such revision; see its page for branches and commits")
     if isinstance(error, RepositoryNotFoundError):
-        return ModelError(f"{what}: neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)")
+        return ModelError(
+            f"{what}: neither a directory here nor a model on the hub (or it is private: {setting('HF_TOKEN')})"
+        )
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
     if 400 <= status < 500 and status not in _LATER:
-        return ModelError(f"{what}: the hub refuses ({why(error)}); check the name and HF_TOKEN")
+        return ModelError(f"{what}: the hub refuses ({why(error)}); check the name, or {setting('HF_TOKEN')}")
     return None
+
+
+def of_storage(error: Exception) -> bool:
+    """Return whether this machine's storage has failed, and not the hub."""
+    return isinstance(error, OSError) and (error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT))
+
+
+def named_cache() -> str:
+    """Return the variable that says where the cache is, with its value."""
+    from huggingface_hub import constants
+
+    home, place = Path(constants.HF_HOME), cache()
+    return f"HF_HOME={home}" if place == home / "hub" else f"HF_HUB_CACHE={place}"
 
 
 def why(error: Exception) -> str:

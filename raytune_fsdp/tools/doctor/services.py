@@ -112,7 +112,11 @@ def check_model(config: FinetuneConfig) -> list[Finding]:
     try:
         directory = model_here(config)
         if directory is not None and not (directory / "config.json").is_file():
-            lacking = ModelError(f"{directory} has no config.json: download the model again")
+            from raytune_fsdp.model.adapters.config_file import adapter_instead
+
+            lacking = adapter_instead(path, directory) or ModelError(
+                f"{directory} has no config.json: download the model again"
+            )
         elif directory is not None and needs_weights:
             files = set(find_weights(directory).file_of.values())
             size = sum((directory / name).stat().st_size for name in files) / 1e9

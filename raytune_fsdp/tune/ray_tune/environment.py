@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.launch.environment import with_package
-from raytune_fsdp.launch.notices import JOB_CONFIG, JOB_STOP, STOP_SECONDS
+from raytune_fsdp.launch.notices import JOB_STOP, STOP_SECONDS
 
 _OF_WORKERS = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray gives a worker, and that are not another driver's."""

@@ -21,10 +21,10 @@ import ray
 from ray.exceptions import RayError
 
 import raytune_fsdp
+from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.base.hushed import is_verbose
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.notices import JOB_CONFIG
 from raytune_fsdp.launch.ray.forked import ask
 from raytune_fsdp.launch.ray.forked.messages import KEPT, LATER, send
 from raytune_fsdp.launch.ray.forked.process import (
