@@ -185,7 +185,15 @@ def _scoring_of(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> S
 
 
 def _named(datasets: Sequence[DatasetConfig], windows: _Opener) -> dict[str, Windows]:
-    evals = {dataset_name(dataset): windows([dataset]) for dataset in datasets}
+    evals = {}
+    for index, dataset in enumerate(datasets):
+        try:
+            evals[dataset_name(dataset)] = windows([dataset])
+        except DataError as error:
+            if type(error) is not DataError:  # of a row, which names its file
+                raise
+            field = f"data.eval.{index}"  # recipes name evaluations that who starts them has not heard of
+            raise DataError(f"{field}: {error}".replace("the dataset's ", f"{field}.")) from error
     if len(evals) != len(datasets):
         raise DataError("data.eval: two datasets have the same name; give each its own data.eval.*.name")
     return evals

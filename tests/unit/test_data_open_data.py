@@ -111,6 +111,14 @@ def test_two_of_one_name(tmp_path: Path) -> None:
         open_with(tmp_path, [path, path])
 
 
+def test_a_wrong_path_of_an_evaluation_is_named_by_its_field(tmp_path: Path) -> None:
+    """Recipes name one, of which who gives only data.train.0.path has not heard."""
+    with pytest.raises(DataError, match=r"^data\.eval\.1: .*nope\.jsonl: no such file.*; correct data\.eval\.1\.path$"):
+        open_with(
+            tmp_path, [{"path": str(tmp_path / each), "format": TOKENS} for each in ("tokens.jsonl", "nope.jsonl")]
+        )
+
+
 def test_the_cache_is_beside_the_runs_unless_it_is_named(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     assert cache_of(config) == tmp_path / "runs" / "cache"

@@ -160,7 +160,7 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], orde
             relative += "".join(
                 f"; nearest: {os.path.join(folder, near)}" for near in get_close_matches(name, beside, 1, 0.75)
             )
-        raise DataError(f"{path}: no such file{relative}; correct the dataset's path (data.train, data.eval)") from None
+        raise DataError(f"{path}: no such file{relative}; correct the dataset's path") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     if not os.path.isdir(place):
