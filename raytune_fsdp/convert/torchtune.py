@@ -478,7 +478,7 @@ def _format(c: Translation, prefix: str, name: str, known: dict[str, Any]) -> di
     everything = c.get(f"{prefix}train_on_input", flag, bool(known.get("all")))
     made: dict[str, Any]
     if name.startswith("alpaca"):
-        made = {"type": "instruction", "loss": "all" if everything else "completion"}
+        made = {"type": "instruction", "style": "alpaca", "loss": "all" if everything else "completion"}
         made |= {ours: columns[theirs] for theirs, ours in _ALPACA.items() if theirs in columns}
         c.tell_default("data.train.*.format", made, "Alpaca's text; there the model's chat template is around it, too")
     elif name == "instruct_dataset":

@@ -33,7 +33,7 @@ TORCHTUNE: list[tuple[dict[str, Any], Expected]] = [
     ({"dataset": {"_component_": "x.instruct_dataset"}}, "refused"),
     (
         {"dataset": {"_component_": "x.alpaca_cleaned_dataset", "packed": True}},
-        ("data.train.0.format", {"type": "instruction", "loss": "all"}),
+        ("data.train.0.format", {"type": "instruction", "style": "alpaca", "loss": "all"}),
     ),
     (
         {"dataset": {"_component_": "x.text_completion_dataset", "source": "a/b", "packed": True}},
