@@ -57,6 +57,13 @@ def this_node() -> tuple[str, str]:
     return socket.gethostname(), boot
 
 
+def began(pid: int) -> int | None:
+    """Return when a process began, in ticks since its machine did: setting a clock changes nothing. None: unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return None
+
+
 def processor() -> str | None:
     """Return the name of this machine's processor; None where the kernel does not tell."""
     with suppress(OSError):

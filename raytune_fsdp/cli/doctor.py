@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from raytune_fsdp.cli.common import ConfigParser, run_command
 
@@ -70,11 +69,11 @@ def _seconds_before() -> float:
     """Return how long this process has run, if it only runs this command: on a busy machine Python starts slowly."""
     if sys.argv[1:2] != ["doctor"]:
         return 0.0
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError, AttributeError):  # another operating system
+    from raytune_fsdp.base.machine import began
+
+    if (ticks := began(os.getpid())) is None:  # another operating system
         return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _end(code: int) -> None:

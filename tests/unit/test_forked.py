@@ -352,11 +352,12 @@ def test_the_template_of_a_killed_driver_serves_the_next_one_or_makes_room(
     until(lambda: "ready" in node.log())
     (first,) = node.processes()
     elsewhere = templates._begun_as({**node.env, "HF_HOME": "/elsewhere"})
-    assert templates._taken_over(node.directory, elsewhere) is None and first.is_running(), "its driver lives"
-    kept.close()
-    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 20.0)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it begins another"))
+        assert templates.own(node.directory, "1", {**node.env, "HF_HOME": "/elsewhere"}) is None
+        assert first.is_running(), "its driver lives"
+        kept.close()
+        monkeypatch.setattr(templates, "_BEGINS_SECONDS", 20.0)
         again = templates.own(node.directory, "1", {**node.env, "RAY_JOB_ID": "02", "SHLVL": "3"})
     assert again is not None and node.processes() == [first]
     again.close()

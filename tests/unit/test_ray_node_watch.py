@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("ray")
 
 from raytune_fsdp.base import machine
+from raytune_fsdp.base.machine import began
 from raytune_fsdp.launch.ray.board import Board, Joined
 from raytune_fsdp.launch.ray.nodes import node_watch
 from raytune_fsdp.launch.ray.nodes.node_watch import NodeWatches, _NodeWatch
@@ -196,10 +197,11 @@ def test_a_process_that_began_at_another_time_than_the_rank_is_left_alone(
     """The rank has ended before there was a watch, and another process has its number."""
     given: list[Any] = []
     monkeypatch.setattr(node_watch, "started_on", lambda node, kind, *those: given.append(those))
-    began = psutil.Process(rank.pid).create_time()
-    for started in (began - 60, began):
-        NodeWatches("none", Board.__new__(Board)).start({0: Joined(0, "here", "node", rank.pid, started=started)})
-    other, same = (_NodeWatch(ranks, None, started) for ranks, _, started in given)
+    now = began(rank.pid)
+    assert now is not None
+    for then in (now - 1, now):
+        NodeWatches("none", Board.__new__(Board)).start({0: Joined(0, "here", "node", rank.pid, began=then)})
+    other, same = (_NodeWatch(ranks, None, begun) for ranks, _, begun in given)
     other.kill([rank.pid])
     assert other.gone([rank.pid], 0)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -141,8 +141,8 @@ def _system_beside(
     own = messages[0]["content"].strip() if messages[0]["role"] in _SYSTEM else ""
     if own and own != given.strip():
         raise RowError(
-            f"{place}={shorten(given)} is another system message than that of {format.messages}[0]; correct the row, "
-            f"{way_out}",
+            f"{place}={shorten(given)} is another system message than that of {format.prompt or format.messages}[0]; "
+            f"correct the row, {way_out}",
             "wrong_type",
         )
     return None if own else {"role": "system", "content": given}

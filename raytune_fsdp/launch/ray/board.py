@@ -36,8 +36,8 @@ class Joined:
     """The number of the rank among those of its node."""
     actor: Any = None
     """A handle of Ray Train's worker, of which Ray knows why it has died."""
-    started: float | None = None
-    """When its process began, by its node's clock."""
+    began: int | None = None
+    """When its process began (`base/machine.py:began`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
-import psutil
 import ray
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from raytune_fsdp.base.beat import pulse
 from raytune_fsdp.base.errors import HandedOver, Interrupted
+from raytune_fsdp.base.machine import began
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.launch.ray.board import (
     Board,
@@ -102,7 +102,7 @@ def _train(job: RankJob, rank: int, world: int) -> None:
         Joined(
             rank=rank, node=node, node_id=ray.get_runtime_context().get_node_id(), pid=os.getpid(),
             node_rank=context.get_node_rank(), local_rank=context.get_local_rank(),
-            actor=ray.get_runtime_context().current_actor, started=psutil.Process().create_time(),
+            actor=ray.get_runtime_context().current_actor, began=began(os.getpid()),
         )
     )  # fmt: skip
     beats = Beats(job.board, rank, world)

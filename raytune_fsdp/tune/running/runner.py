@@ -75,6 +75,11 @@ class TrialRun:
     said_no_room: bool = False
 
     @property
+    def seconds(self) -> float:
+        """What its process has taken: nothing as long as it waits for room, and so has no ranks."""
+        return time.monotonic() - self.since if self.measured.attempt > self.attempt else 0.0
+
+    @property
     def found_no_room(self) -> bool:
         """Whether that is why its last process has ended."""
         return self.measured.no_room > self.no_room
@@ -301,11 +306,8 @@ class Runner:
         """Look at what a process has left that has ended with this code."""
         child, run.child = run.child, None
         assert child is not None
-        seconds = time.monotonic() - run.since
         self._read(number, run)
-        if run.found_no_room:  # which took no ranks
-            seconds = max(0.0, seconds - 60 * run.config.cluster.wait_minutes)
-        self._times.ended(number, run.name, code, seconds)
+        self._times.ended(number, run.name, code, run.seconds)
         if code == 0:
             self._over(number, run)
         elif run.measured.has(run.until) or child.asked:
@@ -355,7 +357,7 @@ class Runner:
             return ""
         running = [run for run in self._runs.values() if run.child is not None]
         used = self._times.hours
-        used += sum((time.monotonic() - run.since) * ranks_of(run.place.path) for run in running) / 3600
+        used += sum(run.seconds * ranks_of(run.place.path) for run in running) / 3600
         return f"budget.gpu_hours={most:g} is used up ({used:.2f})" if used >= most else ""
 
     def _end_all(self) -> None:
@@ -376,7 +378,7 @@ class Runner:
             time.sleep(_LOOK_SECONDS)
         for number, run in stopping.items():
             assert run.child is not None
-            self._times.ended(number, run.name, run.child.code(), time.monotonic() - run.since)
+            self._times.ended(number, run.name, run.child.code(), run.seconds)
 
 
 def _is_to_begin(run: TrialRun, stretch: Stretch) -> bool:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,12 @@ def _on_record(place: RunDir, config: FinetuneConfig) -> FinetuneConfig:
 
 
 def _with_secrets(there: Any, own: Any, shown_of_own: Any) -> Any:
-    if isinstance(there, dict) and isinstance(own, Mapping):
+    if isinstance(there, dict):
+        own, shown_of_own = (each if isinstance(each, Mapping) else {} for each in (own, shown_of_own))
         return {key: _with_secrets(each, own.get(key), shown_of_own.get(key)) for key, each in there.items()}
-    if isinstance(there, list) and isinstance(own, list) and len(there) == len(own):
-        return [_with_secrets(*each) for each in zip(there, own, shown_of_own, strict=True)]
+    if isinstance(there, list):
+        own, shown_of_own = ([*each] if isinstance(each, list) else [] for each in (own, shown_of_own))
+        return [_with_secrets(each, *now) for each, *now in zip_longest(there, own, shown_of_own)][: len(there)]
     text = spelled(there)
     if not isinstance(text, str) or REDACTED not in text:
         return there

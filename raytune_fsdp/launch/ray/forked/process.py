@@ -88,15 +88,15 @@ def _take_on(wanted: Wanted) -> None:
     import torch
 
     os.setpgid(0, 0)  # Ray ends the process group of a worker that has ended: the templates must not be in it
+    for name, (soft, hard) in wanted.limits.items():  # first: Python that starts in its place has them, too
+        if resource.getrlimit(getattr(resource, name)) != (soft, hard):
+            resource.setrlimit(getattr(resource, name), (soft, hard))
     os.environ.clear()
     os.environ.update({**wanted.added, **wanted.env})
     os.chdir(wanted.cwd)
     os.umask(wanted.umask)
     os.setpriority(os.PRIO_PROCESS, 0, wanted.nice)
     os.sched_setaffinity(0, wanted.cpus)
-    for name, (soft, hard) in wanted.limits.items():
-        if resource.getrlimit(getattr(resource, name)) != (soft, hard):
-            resource.setrlimit(getattr(resource, name), (soft, hard))
     with suppress(OSError):  # lowering it takes a right that not everybody has
         Path("/proc/self/oom_score_adj").write_text(wanted.oom)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:

@@ -289,11 +289,11 @@ def _begin(directory: Path, package: Path, begun_as: str) -> NodeTemplate | None
         return None
     if Path(raytune_fsdp.__file__).parent != package:
         return None
+    _write_launcher(directory)  # who finds a socket finds it, too
     (directory / SOCKET).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(directory / SOCKET))
     listener.listen(512)  # those who ask meanwhile wait: they would take as long to import it all
-    _write_launcher(directory)
     clear(directory.parent)
     env = dict(os.environ)
     quiet()  # as ranks do before they import transformers
@@ -341,7 +341,8 @@ def main(directory: Path, package: Path, threads: str, begun_as: str = "") -> No
     if os.fork():
         os._exit(0)  # Ray ends the children of its processes with them: this one is to be nobody's
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each fork takes three files here, and has its own limit
+    with suppress(OSError, ValueError):  # each fork takes three files here, and has its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.environ.setdefault(OMP, threads)
     if not sys.flags.safe_path:
         sys.path[0] = str(worker_of_ray().parent)  # where Python puts the directory of a program that it runs

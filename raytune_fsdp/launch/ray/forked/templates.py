@@ -180,7 +180,8 @@ def _begun_as(env: Mapping[str, str]) -> str:
 def _taken_over(directory: Path, begun_as: str) -> socket.socket | None:
     """Return the connection to the template that a killed driver of this run has left.
 
-    None if there is none; if it would refuse what this driver asks for, it ends once its last forks have.
+    None if there is none, or none that would serve this driver: that one ends once its last forks have. Raises
+    TimeoutError if these do not end.
     """
     until = time.monotonic() + _BEGINS_SECONDS
     while time.monotonic() < until:
@@ -198,7 +199,7 @@ def _taken_over(directory: Path, begun_as: str) -> socket.socket | None:
         if answer != LATER:
             return None
         time.sleep(_LOOK_SECONDS)
-    return None
+    raise TimeoutError  # no template, then: to ask for this one would keep it
 
 
 def _connected(directory: Path, until: float) -> socket.socket | None:

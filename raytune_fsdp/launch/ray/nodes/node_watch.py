@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytune_fsdp.base.errors import in_one_line
-from raytune_fsdp.base.machine import ControlGroup, group_of
+from raytune_fsdp.base.machine import ControlGroup, began, group_of
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.launch.ray.board import Board, Ended, Joined, Line
 from raytune_fsdp.launch.ray.nodes.process_ends import ProcessEnds
@@ -38,7 +38,6 @@ _KEPT_LOOKS = 5  # the kernel counts a kill first; the process may take seconds 
 _ANSWER_SECONDS = 2.0  # how long a rank may take to write its stacks
 _CALLS = 4  # at the same time: storage that hangs keeps `stacks`, and the ranks must still be ended
 _NOT_RUNNING = re.compile(r"^State:\s*[TtDZX]", re.MULTILINE)
-_SAME_SECONDS = 1.0  # a clock that is set between two looks changes by this when a process has begun
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
 
 
@@ -49,11 +48,11 @@ class _NodeWatch:
         self,
         ranks: Mapping[int, int],
         board: Board | None = None,
-        started: Mapping[int, float | None] | None = None,
+        begun: Mapping[int, int | None] | None = None,
     ) -> None:
         """`ranks`: the processes to look after, as long as they live, by rank. The board hears when they end.
 
-        `started`: when each has begun. Another process may have got its number before this actor began.
+        `begun`: when each did. Another process may have got its number before this actor began.
         """
         self._processes: dict[int, psutil.Process] = {}
         """The processes, each with the time of its start: by the time of a call its number may be another process's."""
@@ -64,8 +63,8 @@ class _NodeWatch:
         long before says nothing about the end of this one."""
         for pid in ranks.values():
             with suppress(psutil.Error):
-                process, began = psutil.Process(pid), (started or {}).get(pid)
-                if began is None or abs(process.create_time() - began) < _SAME_SECONDS:
+                process, then = psutil.Process(pid), (begun or {}).get(pid)
+                if then in (None, began(pid)):
                     self._processes[pid] = process
         by_pid = {pid: rank for rank, pid in ranks.items()}
 
@@ -172,8 +171,8 @@ class NodeWatches:
     def start(self, ranks: Mapping[int, Joined]) -> None:
         """Start one on each node of these ranks. Their processes start in the background."""
         for node in {rank.node_id for rank in ranks.values()} - self._actors.keys():
-            started = {each.pid: each.started for each in ranks.values() if each.node_id == node}
-            self._actors[node] = started_on(node, _WATCH, _by_node(ranks)[node], self._board, started)
+            begun = {each.pid: each.began for each in ranks.values() if each.node_id == node}
+            self._actors[node] = started_on(node, _WATCH, _by_node(ranks)[node], self._board, begun)
             if self._cloud != "none":
                 self._actors[node].watch.remote(self._cloud, self._board)
 
