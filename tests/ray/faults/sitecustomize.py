@@ -186,7 +186,7 @@ def list_late(seconds: float) -> None:
     own = os.path.join(os.environ.get("TMPDIR", "/dev/null"), "")  # of this machine alone
 
     def old(path) -> bool:
-        if os.path.abspath(path).startswith(own):
+        if os.fsdecode(os.path.abspath(path)).startswith(own):
             return True
         try:
             now = time.clock_gettime(5)  # CLOCK_REALTIME_COARSE, which a test that shifts the clock leaves alone
