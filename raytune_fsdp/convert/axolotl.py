@@ -33,7 +33,15 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import FLASH, cadence, global_batch, length, run_directory, times_per_epoch
+from raytune_fsdp.convert.runs import (
+    ATTENTION_HERE,
+    FLASH,
+    cadence,
+    global_batch,
+    length,
+    run_directory,
+    times_per_epoch,
+)
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
 from raytune_fsdp.convert.training import OPTIM_OPTIONS, SHARED_OPTIONS, early_stopping, say_precision
@@ -232,7 +240,7 @@ _OPTIONS = (
     ask("tf32", "`parallel.tf32`", _tf32),
     ask(
         "flash_attention sdp_attention eager_attention flex_attention xformers_attention sage_attention",
-        "`model.attention`; flash attention is taken with `auto`, where it is installed",
+        ATTENTION_HERE,
         _attention_switch,
     ),
     ask(

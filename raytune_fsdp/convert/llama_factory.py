@@ -29,7 +29,7 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import FLASH
+from raytune_fsdp.convert.runs import ATTENTION_HERE, FLASH
 from raytune_fsdp.convert.sharding import FP8
 from raytune_fsdp.convert.training import (
     TRAINING_OPTIONS,
@@ -212,7 +212,7 @@ def _new_tokens(c: Translation, key: str) -> None:
 _MODEL_OPTIONS = (
     carry("model_name_or_path", "model.path", text),
     ask("model_revision", "`model.revision`", _revision),
-    ask("flash_attn", "`model.attention`; flash attention is taken with `auto`, where it is installed", _attention),
+    ask("flash_attn", ATTENTION_HERE, _attention),
     carry("resize_vocab", "model.resize_embeddings", flag),
     ask("add_tokens add_special_tokens", "`model.add_tokens`", _new_tokens),
     switch("split_special_tokens", "data.special_tokens_in_text", "escape", "data.special_tokens_in_text=keep"),

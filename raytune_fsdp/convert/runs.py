@@ -11,6 +11,7 @@ from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.convert.rules import Translation, in_words, number, text, whole
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
+ATTENTION_HERE = "`model.attention`; flash attention is taken with `auto`, where it is installed"
 FLASH = "model.attention=auto takes flash-attn where it is installed, else torch's own flash attention"
 # Names of builders in `datasets`, which stand in place of a dataset's name.
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")

@@ -23,12 +23,12 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import attention, cadence, global_batch, in_steps, length, run_directory
+from raytune_fsdp.convert.runs import ATTENTION_HERE, attention, cadence, global_batch, in_steps, length, run_directory
 from raytune_fsdp.convert.schedules import AHEAD, schedule, warmup
 from raytune_fsdp.convert.sharding import FSDP_OPTIONS, activation_checkpointing, fsdp
 
 _LONGEST_SECONDS = 86400
-"""Of a collective. LLaMA-Factory's examples have 180,000,000 because other ranks wait there while one prepares data."""
+"""Of a collective. LLaMA-Factory's examples have 180,000,000, so that ranks can wait while one prepares the data."""
 
 
 def precision(c: Translation, *, default: str) -> str:
@@ -226,7 +226,7 @@ SHARED_OPTIONS = (
     ),  # fmt: skip
     ask(
         "attn_implementation",
-        "`model.attention`; flash attention is taken with `auto`, where it is installed",
+        ATTENTION_HERE,
         attention,
     ),
     ask("fsdp", "`parallel.strategy`, `parallel.cpu_offload`", fsdp),

@@ -27,7 +27,7 @@ from raytune_fsdp.convert.rules import (
     whole,
     words,
 )
-from raytune_fsdp.convert.runs import BUILDERS, attention, is_directory, part_of_files, place
+from raytune_fsdp.convert.runs import ATTENTION_HERE, BUILDERS, attention, is_directory, part_of_files, place
 from raytune_fsdp.convert.sharding import sharded
 from raytune_fsdp.convert.training import TRAINING_OPTIONS, evaluates, finish_training, prepare_training, say_precision
 
@@ -273,7 +273,7 @@ COMPUTE_OPTIONS = (
     settled("dtype torch_dtype model_init_kwargs.dtype model_init_kwargs.torch_dtype", "`parallel.precision`"),
     ask(
         "model_init_kwargs.attn_implementation",
-        "`model.attention`; flash attention is taken with `auto`, where it is installed",
+        ATTENTION_HERE,
         attention,
     ),
     carry("model_init_kwargs.trust_remote_code", "model.trust_remote_code", flag),
