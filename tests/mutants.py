@@ -277,7 +277,7 @@ FAULTS = (
         "distributed/test_reference.py::test_the_reference_of_a_run_from_an_adapter_is_the_adapted_model",
     ),
     Fault(
-        "run/reference/attempt.py",
+        "run/reference/unchanged.py",
         "if before.get(name, digest) != digest:",
         "if False:",
         "distributed/test_reference.py::test_other_values_are_refused_by_name",
