@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run_command, say
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
-    """Export the mean of checkpoints; return the exit code."""
-    return run_command(parser_of(prog), argv, _average)
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, main_of, say
 
 
 def parser_of(prog: str) -> Parser:
@@ -46,6 +41,8 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     say(f"exported the mean of steps {steps} to {found.destination}")
     return 0
 
+
+main = main_of("average", parser_of, _average)
 
 if __name__ == "__main__":
     raise SystemExit(main())

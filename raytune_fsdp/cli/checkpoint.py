@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
+from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
 from raytune_fsdp.cli.runs import check_run, why_silent
 
 if TYPE_CHECKING:
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.2
 _SILENT_SECONDS = 3.5
 """How long `now` waits for a sign of life: a command that works on the run beats every two seconds."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint") -> int:
-    """Ask for, list, verify or index checkpoints; return the exit code."""
-    return run_command(parser_of(prog), argv, _run)
 
 
 def parser_of(prog: str) -> Parser:
@@ -133,6 +128,8 @@ def _committed(found: Namespace) -> list[CommittedCheckpoint]:
         say(f"{run} has no checkpoint in {check_run(run).checkpoints}")
     return there
 
+
+main = main_of("checkpoint", parser_of, _run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

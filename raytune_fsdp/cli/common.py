@@ -133,9 +133,16 @@ def _code_of(work: Callable[[], int]) -> int:
         return Interrupted.exit_code
 
 
-def run_command(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
-    """Run a command with its parser and its arguments: these, or those of the process."""
-    return exit_code(lambda: command(parser, list(sys.argv[1:] if argv is None else argv)))
+def main_of(name: str, parser_of: Callable[[str], P], work: Callable[[P, list[str]], int]) -> Callable[..., int]:
+    """Return the `main(argv, prog)` of a command, which does this work and returns the exit code.
+
+    Without arguments it takes those of the process.
+    """
+
+    def main(argv: Sequence[str] | None = None, prog: str = f"raytune-fsdp {name}") -> int:
+        return exit_code(lambda: work(parser_of(prog), list(sys.argv[1:] if argv is None else argv)))
+
+    return main
 
 
 def _output_is_read() -> bool:

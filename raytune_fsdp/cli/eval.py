@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.cli import eval_harness
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run_command
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, main_of
 from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.record.console import event_in_words
@@ -24,11 +24,6 @@ from raytune_fsdp.record.names import ANSWERED, with_perplexity
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import FinetuneConfig
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> int:
-    """Measure a model; return the exit code."""
-    return run_command(parser_of(prog), argv, _eval)
 
 
 def parser_of(prog: str) -> ConfigParser:
@@ -183,6 +178,8 @@ def _measure(
     model, tokenizer = stored.load(config, device)
     return examine(config, model, tokenizer, exam, device)
 
+
+main = main_of("eval", parser_of, _eval)
 
 if __name__ == "__main__":
     raise SystemExit(main())

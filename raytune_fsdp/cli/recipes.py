@@ -7,15 +7,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, nearest, run_command, write_new
+from raytune_fsdp.cli.common import Parser, main_of, nearest, write_new
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") -> int:
-    """List, show or copy recipes; return the exit code."""
-    return run_command(parser_of(prog), argv, _run)
 
 
 def parser_of(prog: str) -> Parser:
@@ -94,6 +89,8 @@ def _yours(config: FinetuneConfig) -> Iterator[str]:
     if config.model.path is not None and not Path(config.model.path).exists():
         yield f"model.path: {config.model.path} comes from the hub, or give a directory"
 
+
+main = main_of("recipes", parser_of, _run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,18 +13,13 @@ from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, nearest, run_command, say
+from raytune_fsdp.cli.common import Parser, main_of, nearest, say
 
 if TYPE_CHECKING:
     from raytune_fsdp.plan.run_dir import RunDir
     from raytune_fsdp.record.report.overview import Overview
 
 _LOOK_SECONDS = 0.2
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> int:
-    """List runs; return the exit code."""
-    return run_command(parser_of(prog), argv, _runs)
 
 
 def parser_of(prog: str) -> Parser:
@@ -200,6 +195,8 @@ def seconds_since(moment: str | None) -> float | None:
         return None
     return max(0.0, passed) if math.isfinite(passed) else None
 
+
+main = main_of("runs", parser_of, _runs)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
+from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
     from raytune_fsdp.tune.sweep import SweepResult
 
 DEMO = "demo"
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp sweep") -> int:
-    """Run a sweep; return the exit code."""
-    return run_command(parser_of(prog), argv, _sweep)
 
 
 def parser_of(prog: str) -> Parser:
@@ -140,5 +134,7 @@ def _say_result(spec: SweepSpec, result: SweepResult) -> None:
     say(f"retrain    {again}")
 
 
+main = main_of("sweep", parser_of, _sweep)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run_command, say
+from raytune_fsdp.cli.common import Parser, main_of, say
 from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.cli.runs import check_run
 from raytune_fsdp.record import names
@@ -30,11 +30,6 @@ _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
 """The most steps and events from before that are shown."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") -> int:
-    """Follow a run; return the exit code: that of the run's command, or 0 after Ctrl-C."""
-    return run_command(parser_of(prog), argv, _watch)
-
-
 def parser_of(prog: str) -> Parser:
     parser = Parser(
         prog, "Follow a run, from any machine that sees its directory. Ctrl-C ends this command, not the run."
@@ -44,6 +39,7 @@ def parser_of(prog: str) -> Parser:
 
 
 def _watch(parser: Parser, arguments: Sequence[str]) -> int:
+    """Follow a run; return the exit code of its command, or 0 after Ctrl-C."""
     place = check_run(parser.parse(arguments).run)
     from raytune_fsdp.launch.run_lock import Signs
     from raytune_fsdp.record.report.overview import overview
@@ -146,6 +142,8 @@ class _Watched:
         if self._tracker is not None:
             self._tracker.finish("handed_over")
 
+
+main = main_of("watch", parser_of, _watch)
 
 if __name__ == "__main__":
     raise SystemExit(main())
