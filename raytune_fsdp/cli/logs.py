@@ -9,16 +9,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular, reason
 from raytune_fsdp.cli.common import Parser, main_of
 from raytune_fsdp.cli.region import clean
 from raytune_fsdp.cli.runs import check_run
-
-if TYPE_CHECKING:
-    from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.plan.run_dir import RunDir
 
 _POLL_SECONDS = 0.5
 _ALIVE = ("running", None)

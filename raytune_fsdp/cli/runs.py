@@ -9,15 +9,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, main_of, nearest, say
-
-if TYPE_CHECKING:
-    from raytune_fsdp.plan.run_dir import RunDir
-    from raytune_fsdp.record.report.overview import Overview
+from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir, check_links, checkpoints_of, is_run
+from raytune_fsdp.record.report.overview import Overview, as_json, overview
 
 _LOOK_SECONDS = 0.2
 
@@ -40,9 +37,6 @@ def parser_of(prog: str) -> Parser:
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     _check(parser, found)
-    from raytune_fsdp.plan.run_dir import check_links, is_run
-    from raytune_fsdp.record.report.overview import as_json, overview
-
     if is_run(found.storage):
         parser.error(f"{found.storage} is a run itself; its storage is {found.storage.absolute().parent}")
     if not found.storage.is_dir():
@@ -90,7 +84,6 @@ def _put_page(storage: Path, rows: Sequence[tuple[Overview, str]], place: Path |
 
 def runs_in(storage: Path) -> list[RunDir]:
     """Return the runs of a storage directory, also those that have only just begun."""
-    from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir, is_run
     from raytune_fsdp.tune.place import SWEEP_FILE
 
     places = []
@@ -105,7 +98,6 @@ def runs_in(storage: Path) -> list[RunDir]:
 def why_silent(place: RunDir) -> str:
     """Say why a run does not answer, by its lock and its record."""
     from raytune_fsdp.launch.run_lock import holder_of
-    from raytune_fsdp.record.report.overview import overview
 
     seen, path = overview(place.path), printable(str(place.path))
     at = seen.at
@@ -121,8 +113,6 @@ def why_silent(place: RunDir) -> str:
 
 def check_run(path: Path) -> RunDir:
     """Return the run in a directory. If there is none, raises an error that names the runs nearby."""
-    from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, is_run
-
     place = RunDir(path.absolute(), str(path.absolute()))
     if is_run(path) or place.lock.is_file():
         return RunDir(path.absolute(), checkpoints_of(path.absolute()))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
+from raytune_fsdp.cli.plan_on_gpus import PER_NODE, gpu_of
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -74,15 +75,12 @@ def _check(parser: Parser, found: Namespace) -> None:
     if found.gpus_per_node is not None and found.gpus_per_node < 1:
         parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
     if found.gpu is not None:
-        from raytune_fsdp.cli.plan_on_gpus import gpu_of
-
         gpu_of(found.gpu)  # an unknown one is refused before anything is read
 
 
 def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler) -> None:
     """Say what the sweep takes, before anything is started: as far as that is known, unless nothing else is asked."""
     from raytune_fsdp.base.errors import ConfigError, in_one_line
-    from raytune_fsdp.cli.plan_on_gpus import PER_NODE, gpu_of
     from raytune_fsdp.tune.cost import as_data, cost_of, in_words
     from raytune_fsdp.tune.place import SweepDir
 

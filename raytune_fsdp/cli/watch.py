@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.base.measured import StepMetrics
@@ -15,15 +15,14 @@ from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import Parser, main_of, say
 from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.cli.runs import check_run
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import ConsoleTracker
 from raytune_fsdp.record.lines import metrics_of, step_of
+from raytune_fsdp.record.report.overview import last_step, overview, steps_of
 from raytune_fsdp.record.screen_messages import tell
 from raytune_fsdp.record.tail import EventFollower, RecordFollower
 from raytune_fsdp.record.tracker import RunStart
-
-if TYPE_CHECKING:
-    from raytune_fsdp.plan.run_dir import RunDir
 
 _POLL_SECONDS = 0.5
 _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
@@ -42,7 +41,6 @@ def _watch(parser: Parser, arguments: Sequence[str]) -> int:
     """Follow a run; return the exit code of its command, or 0 after Ctrl-C."""
     place = check_run(parser.parse(arguments).run)
     from raytune_fsdp.launch.run_lock import Signs
-    from raytune_fsdp.record.report.overview import overview
 
     signs = Signs(place)
     state = signs.look()
@@ -79,8 +77,6 @@ class _Watched:
     """A run that is shown as its own command shows it."""
 
     def __init__(self, place: RunDir) -> None:
-        from raytune_fsdp.record.report.overview import last_step, steps_of
-
         self._place = place
         self._steps = steps_of(place.path)
         newest = last_step(place.metrics)
