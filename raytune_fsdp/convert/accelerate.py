@@ -62,8 +62,7 @@ def _mesh(c: Translation) -> None:
         c.put("parallel.strategy", "replicate", keys["dp_replicate"])
     how = in_words("parallel.strategy", c.fields.get("parallel.strategy", "full_shard"))
     size = f", parallel.shard_size={shard}" if copies > 1 and shard > 1 else ""
-    for axis in ("dp_replicate", "dp_shard"):
-        c.say(keys[axis], "carried", how + size)
+    c.say_all((keys["dp_replicate"], keys["dp_shard"]), "carried", how + size)
 
 
 def _distributed(c: Translation) -> None:
@@ -102,8 +101,7 @@ def _offload(c: Translation) -> None:
     moved = any(c.get(key, text, "none").lower() not in ("none", "no", "false") for key in keys)
     if any(key in c.given for key in keys):
         c.put("parallel.cpu_offload", moved)
-    for key in keys:
-        c.say(key, "carried" if moved else "same", f"parallel.cpu_offload={str(moved).lower()}")
+    c.say_all(keys, "carried" if moved else "same", f"parallel.cpu_offload={str(moved).lower()}")
 
 
 def _precision(c: Translation) -> None:

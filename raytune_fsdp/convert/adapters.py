@@ -81,8 +81,7 @@ def base_of_flags(c: Translation, *, beside_adapters: bool, way_out: str) -> Qua
             c.say(key, "refused", f"weights are quantized only under adapters: {way_out}")
         elif len(asked) > 1:
             c.say(key, "refused", "4 bits and 8 bits are asked for: drop one of the two")
-    for key in {"load_in_4bit", "load_in_8bit"}.difference(asked):
-        c.say(key, "same", "off")
+    c.say_all({"load_in_4bit", "load_in_8bit"}.difference(asked), "same", "off")
     if not asked or not beside_adapters:
         return None
     return Quantized(asked[0], "nf4" if asked[0] == "load_in_4bit" else "int8")

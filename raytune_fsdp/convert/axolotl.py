@@ -118,8 +118,7 @@ def _cadence(c: Translation, field: str, per_epoch: str, strategy: str, steps: s
         cadence(c, field, strategy, steps, without="steps", every=None)
         return
     times_per_epoch(c, field, per_epoch, c.get(per_epoch, whole, 0))
-    for key in (strategy, steps):
-        c.say(key, "left", f"{per_epoch} decides")
+    c.say_all((strategy, steps), "left", f"{per_epoch} decides")
 
 
 def _precision(c: Translation) -> None:

@@ -149,8 +149,7 @@ def _dataset(c: Translation, prefix: str, ours: str, kind: str) -> dict[str, Any
     else:
         part_of_files(c, f"{prefix}split", found)
     where = in_words(ours, found)
-    for key in ("path", "data_files", "name", "revision", "split"):
-        c.say(f"{prefix}{key}", "carried", where)
+    c.say_all((f"{prefix}{key}" for key in ("path", "data_files", "name", "revision", "split")), "carried", where)
     found["format"] = _format(c, prefix, kind)
     if template := template_of_rl(c, prefix):
         found["chat_template"] = template
@@ -188,8 +187,7 @@ def _format(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
     elif kind in ("completion", "pretrain"):
         column = c.get(f"{prefix}field", text, c.get(f"{prefix}text_column", text, "text"))
         made = {"type": "completion", "text": column}
-        for each in ("field", "text_column"):
-            c.say(f"{prefix}{each}", "carried", in_words("format.text", column))
+        c.say_all((f"{prefix}field", f"{prefix}text_column"), "carried", in_words("format.text", column))
     elif not kind:
         made = {"type": "tokens"}
         c.tell_default(f"{prefix}type", None, "rows that are tokenized already: format.type=tokens")
@@ -260,8 +258,8 @@ def _own_type(c: Translation, prefix: str) -> dict[str, Any]:
     elif system and _BRACES & set(around.replace("{system}", "")):
         why = "system_format has more in braces than {system}"
     if why:
-        for key in keys:
-            c.say(key, "refused", f"{why}; see `format` of types template and python", prefix.removesuffix(".type."))
+        why += "; see `format` of types template and python"
+        c.say_all(keys, "refused", why, prefix.removesuffix(".type."))
         return {"type": "template", "prompt": "", "completion": "{output}"}
     before = around.replace("{system}", system) if system else ""
     made = {
@@ -275,8 +273,7 @@ def _own_type(c: Translation, prefix: str) -> dict[str, Any]:
     if not system:
         c.say(f"{prefix}system_format", "left", "means nothing without a system text")
         c.say(f"{prefix}system_prompt", "same", "no system text")
-    for key in keys:
-        c.say(key, "carried", in_words("format", made))
+    c.say_all(keys, "carried", in_words("format", made))
     return made
 
 
@@ -314,9 +311,8 @@ def _tokens(c: Translation, only_chats: bool) -> None:
     ends = [f"special_tokens.{each}" for each in ("bos_token", "eos_token", "unk_token")]
     if only_chats:
         named += ends
-    for key in ends:
-        if not only_chats:
-            c.say(key, "refused", "the tokenizer's own stands around a text")
+    else:
+        c.say_all(ends, "refused", "the tokenizer's own stands around a text")
     # A dict, because no token may be named twice.
     added: dict[str, dict[str, Any]] = {}
     for each in [*c.get(special, words, []), *(c.get(key, text, "") for key in named)]:

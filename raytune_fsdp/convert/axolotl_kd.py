@@ -28,8 +28,7 @@ def prepare_kd(c: Translation) -> None:
         c.say("kd_beta", "refused", MIXED)
         beta = 0
     carry_distillation(c, beta, weight, c.get("kd_ce_alpha", number, 0.0))
-    for key in ("kd_alpha", "kd_ce_alpha", "kd_beta"):
-        c.say(key, "carried", objective_in_words(c))
+    c.say_all(("kd_alpha", "kd_ce_alpha", "kd_beta"), "carried", objective_in_words(c))
     c.carry("kd_temperature", "teacher.temperature", c.get("kd_temperature", number, 1.0))
     c.carry("kd_online_topk", "teacher.top_k", c.get("kd_online_topk", whole, 64))
     c.tell_default("teacher.top_k", c.fields.get("teacher.top_k", 64), f"{_OF_K}; here, {ALL_OTHERS}")

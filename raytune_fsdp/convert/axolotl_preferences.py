@@ -99,8 +99,7 @@ def _dpo(c: Translation) -> None:
         made["sft"] = {"weight": weight}
     note = "of these losses TRL itself reads it for robust alone, since 0.29" if pair != "robust" else ""
     carry_objective(c, "ipo" if pair == "ipo" else "dpo", numbers, {"label_smoothing": note}, **made)
-    for key in ("rpo_alpha", "dpo_loss_weights"):
-        c.say(key, "carried", in_words("train.objective.sft.weight", weight))
+    c.say_all(("rpo_alpha", "dpo_loss_weights"), "carried", in_words("train.objective.sft.weight", weight))
     c.say("dpo_loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 
@@ -197,8 +196,7 @@ def _own(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
             why = "the texts of a row are taken as they are: put them together by a function, with format.type=python"
             c.say(f"{prefix}type.{name}_format", "refused", why, prefix.rstrip("."))
     c.say(f"{prefix}type.field_system", "refused", "a plain text has no system message", prefix.rstrip("."))
-    for key in keys:
-        c.say(key, "carried", in_words("format", made))
+    c.say_all(keys, "carried", in_words("format", made))
     return made
 
 

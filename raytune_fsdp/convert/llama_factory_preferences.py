@@ -36,8 +36,8 @@ def prepare_stage(c: Translation) -> None:
         no_dropout(c, "lora_dropout", "off in this stage there")
     if not _scores(c):
         tell_own_dropout(c)
-    for key in ("train_on_prompt", "mask_history"):
-        c.say(key, "left", f"{'whole texts' if _scores(c) else 'the answers alone'} count in this stage, there too")
+    counted = "whole texts" if _scores(c) else "the answers alone"
+    c.say_all(("train_on_prompt", "mask_history"), "left", f"{counted} count in this stage, there too")
     for key in ("packing", "neat_packing"):
         if not c.get(key, flag, False):
             c.say(key, "same", "each row is a sample")
@@ -87,9 +87,8 @@ def _pairs(c: Translation) -> None:
         c.tell_default("train.objective.sft", made["sft"], f"of the answer alone; {EACH_TOKEN}")
     elif weight:
         made["sft"] = {"weight": weight}
-    for key in ("dpo_label_smoothing", "simpo_gamma"):
-        if not any(key == each for each, _ in numbers.values()):
-            c.say(key, "left", f"means nothing to {loss}, there too")
+    unread = {"dpo_label_smoothing", "simpo_gamma"}.difference(key for key, _ in numbers.values())
+    c.say_all(unread, "left", f"means nothing to {loss}, there too")
     carry_objective(c, loss if loss in ("ipo", "orpo", "simpo") else "dpo", numbers, **made)
     c.say("pref_loss", "carried", in_words("train.objective", c.fields["train.objective"]))
     if weight:

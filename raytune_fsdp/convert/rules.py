@@ -150,6 +150,11 @@ class Translation:
         if key in self.given:
             self.said.setdefault(key, Said(fate, why, drop))
 
+    def say_all(self, keys: Iterable[str], fate: Fate, why: str, drop: str | None = "") -> None:
+        """Record the same of several keys."""
+        for key in keys:
+            self.say(key, fate, why, drop)
+
     def carry(self, key: str, field: str, value: Any, note: str = "") -> None:
         if key in self.given and key not in self.said:
             self.put(field, value, key)

@@ -70,8 +70,7 @@ def schedule(c: Translation, key: str, *, default: str, default_lr: float) -> st
         if details:
             raise _NotHereError(f"{kind} has no {', '.join(details)} here")
     except ValueError as error:
-        for name in (key, *keys):
-            c.say(name, "refused", str(error), key if key in c.given else "")
+        c.say_all((key, *keys), "refused", str(error), key if key in c.given else "")
         return kind
     for name in (key, *keys):
         c.carry(name, "optim.schedule", ours)
@@ -88,8 +87,7 @@ def warmup(c: Translation, kind: str) -> None:
     steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
     if kind == "constant":
         c.default("optim.warmup_ratio", 0.0, "the schedule `constant` has no warmup")
-        for key in ("warmup_steps", "warmup_ratio"):
-            c.say(key, "same", "the schedule `constant` has no warmup, there either")
+        c.say_all(("warmup_steps", "warmup_ratio"), "same", "the schedule `constant` has no warmup, there either")
     elif steps >= 1:
         c.carry("warmup_steps", "optim.warmup_steps", int(steps), AHEAD)
         c.say("warmup_ratio", "left", "warmup_steps decides, there too")

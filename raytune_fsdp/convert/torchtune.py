@@ -146,8 +146,8 @@ def _targets(c: Translation) -> None:
     if not targets:
         c.refuse_unsaid("model.lora_attn_modules", "no layer has an adapter: name some in the file")
     c.put("method.target_modules", targets, "model.lora_attn_modules")
-    for key in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"):
-        c.say(f"model.{key}", "carried", f"method.target_modules={', '.join(targets)}")
+    keys = (f"model.{key}" for key in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"))
+    c.say_all(keys, "carried", f"method.target_modules={', '.join(targets)}")
 
 
 def _length(c: Translation) -> None:
@@ -435,8 +435,7 @@ def _dataset(c: Translation, prefix: str) -> dict[str, Any]:
     if known is None:
         why = f"not a dataset that is carried; these are: {', '.join(_KNOWN)}; or name its files with instruct_dataset"
         c.say(key, "refused", why)
-        for each in _KEYS:
-            c.say(prefix + each, "left", "belongs to this dataset")
+        c.say_all((prefix + each for each in _KEYS), "left", "belongs to this dataset")
         return {}
     source = c.get(f"{prefix}source", text, known.get("hub", ""))
     files = c.get(f"{prefix}data_files", text, "")
@@ -457,8 +456,7 @@ def _dataset(c: Translation, prefix: str) -> dict[str, Any]:
     ours = "data.eval.*" if prefix.startswith("dataset_val") else "data.train.*"
     where = in_words(ours, {name: value for name, value in found.items() if name != "format"})
     c.say(key, "carried", f"{where}, format.type={found['format']['type']}")
-    for each in ("source", "data_files", "split", "name", "subset"):
-        c.say(prefix + each, "carried", where)
+    c.say_all((prefix + each for each in ("source", "data_files", "split", "name", "subset")), "carried", where)
     return found
 
 
@@ -467,9 +465,8 @@ def _stack_exchange(c: Translation, prefix: str) -> dict[str, Any]:
     hub = _KNOWN[_STACK_EXCHANGE]["hub"]
     if c.get(f"{prefix}source", text, hub) == hub:
         c.say(f"{prefix}source", "carried", "its directory data/rl, as there")
-    for each in ("source", "data_files"):
-        why = "this dataset reads data/rl of its source: leave this out, and set the dataset's path in the result"
-        c.say(prefix + each, "refused", why)
+    why = "this dataset reads data/rl of its source: leave this out, and set the dataset's path in the result"
+    c.say_all((f"{prefix}source", f"{prefix}data_files"), "refused", why)
     return {"path": f"hf://datasets/{hub}/data/rl/*"}
 
 
@@ -501,8 +498,8 @@ def _format(c: Translation, prefix: str, name: str, known: dict[str, Any]) -> di
     elif "loss" not in made:
         c.say(f"{prefix}train_on_input", "same", "every token of a text is trained on")
     told = ", ".join(f"format.{field}={value}" for field, value in made.items() if value is not None)
-    for each in ("column_map", "column", "conversation_column", "conversation_style", "train_on_input"):
-        c.say(prefix + each, "carried", told)
+    keys = ("column_map", "column", "conversation_column", "conversation_style", "train_on_input")
+    c.say_all((prefix + each for each in keys), "carried", told)
     return made
 
 
@@ -518,8 +515,8 @@ def _packing(c: Translation, train: list[dict[str, Any]]) -> None:
     ours = "none" if not packed else "concat" if cut else "best_fit"
     for key in (*keys, "packed"):
         c.carry(key, "data.packing", ours)
-    for prefix in _prefixes(c, "dataset"):
-        c.say(f"{prefix}split_across_pack", "carried" if packed else "left", f"data.packing={ours}")
+    cuts = (f"{prefix}split_across_pack" for prefix in _prefixes(c, "dataset"))
+    c.say_all(cuts, "carried" if packed else "left", f"data.packing={ours}")
     c.default("data.packing", ours, "packed is off by default")
 
 

@@ -116,8 +116,8 @@ def named_data(c: Translation, rows: dict[str, Any]) -> None:
     numbers = sorted({int(each[1]) for each in found if each})
     train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
     if numbers:
-        for key in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"):
-            c.say(key, "left", "datasets decides, there too")
+        others = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+        c.say_all(others, "left", "datasets decides, there too")
     elif "dataset_name" in c.given:
         train = [_named(c, rows)]
     if not train:
@@ -196,8 +196,7 @@ def _local(c: Translation, found: dict[str, Any]) -> dict[str, Any]:
     measured = {**found, "split": c.get("dataset_test_split", text, "test")}
     part_of_files(c, "dataset_train_split", found)
     where = in_words("data.train.0", {k: v for k, v in found.items() if k != "format"})
-    for key in ("dataset_name", "dataset_train_split"):
-        c.say(key, "carried", where)
+    c.say_all(("dataset_name", "dataset_train_split"), "carried", where)
     strategy = c.first("eval_strategy", "evaluation_strategy")
     if evaluates(c) and "test_split_size" not in c.given and is_directory(found["path"]):
         c.put("data.eval", [measured], strategy)
@@ -238,8 +237,7 @@ def _dataset(c: Translation, prefix: str, rows: dict[str, Any]) -> list[dict[str
         for each in found:
             each["share"] = c.get(f"{prefix}fraction", number, 0.0) / len(found)
         c.say(f"{prefix}fraction", "carried", "share: an epoch has as many rows as all datasets, theirs has fewer")
-    for key in ("path", "name", "split", "data_files"):
-        c.say(f"{prefix}{key}", "carried", where)
+    c.say_all((f"{prefix}{key}" for key in ("path", "name", "split", "data_files")), "carried", where)
     return [{**each, "format": rows} for each in found]
 
 

@@ -85,8 +85,7 @@ def _dpo(c: Translation) -> None:
     if weight or kind == "cpo":
         made["sft"] = {"weight": weight}
     carry_objective(c, kind, numbers, **made)
-    for key in ("rpo_alpha", "loss_weights"):
-        c.say(key, "carried", in_words("train.objective.sft.weight", weight))
+    c.say_all(("rpo_alpha", "loss_weights"), "carried", in_words("train.objective.sft.weight", weight))
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 
@@ -134,9 +133,8 @@ def _cpo(c: Translation) -> None:
         numbers["gamma"] = ("simpo_gamma", 0.5)
     if loss != "hinge":
         numbers["label_smoothing"] = ("label_smoothing", 0.0)
-    for key in ("label_smoothing", "simpo_gamma"):
-        if not any(key == each for each, _ in numbers.values()):
-            c.say(key, "left", f"means nothing to {loss}, there too")
+    unread = {"label_smoothing", "simpo_gamma"}.difference(key for key, _ in numbers.values())
+    c.say_all(unread, "left", f"means nothing to {loss}, there too")
     made: dict[str, Any] = {"loss": "hinge"} if loss == "hinge" else {}
     carry_objective(c, "simpo" if loss == "simpo" else "cpo", numbers, **made)
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
