@@ -44,7 +44,7 @@ from raytune_fsdp.convert.runs import (
 )
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
-from raytune_fsdp.convert.training import OPTIM_OPTIONS, SHARED_OPTIONS, early_stopping, say_precision
+from raytune_fsdp.convert.training import OPTIM_OPTIONS, SHARED_OPTIONS, early_stopping
 
 _ATTENTION_SWITCHES = {
     "sdp_attention": "sdpa",
@@ -136,9 +136,8 @@ def _precision(c: Translation) -> None:
         bf16 = False
     found = ("bf16" if sharded(c) or "method.type" in c.fields else "bf16_pure") if bf16 else "fp16" if fp16 else "fp32"
     note = "weights in bf16, too, as without FSDP and DeepSpeed there" if found == "bf16_pure" else ""
-    for key in ("bf16", "bfloat16"):
-        c.carry(key, "parallel.precision", found, note)
-    say_precision(c, found, "fp16", "float16", "float32")
+    c.carry_all(("bf16", "bfloat16"), "parallel.precision", found, note)
+    c.carry_all(("fp16", "float16", "float32"), "parallel.precision", found)
     if found != "bf16":
         c.default("parallel.precision", found, f"bf16=auto by default{note and f': {note}'}")
 

@@ -320,8 +320,7 @@ def _tokens(c: Translation, only_chats: bool) -> None:
             added.setdefault(each, {"text": each, "special": True})
     for each in c.get("tokens", words, []):
         added.setdefault(each, {"text": each})
-    for key in (special, "tokens"):
-        c.carry(key, "model.add_tokens", list(added.values()))
+    c.carry_all((special, "tokens"), "model.add_tokens", list(added.values()))
     for key in named:
         note = "what is a token already stays as it is" + (
             "" if key.endswith("pad_token") else "; the chat template says where it stands"

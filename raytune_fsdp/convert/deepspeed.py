@@ -201,8 +201,7 @@ def _precision(c: Translation) -> None:
         return
     on = [kind for kind, key in keys.items() if c.get(key, flag, False)]
     found = on[0] if on else "fp32"
-    for key in keys.values():
-        c.carry(key, "parallel.precision", found)
+    c.carry_all(keys.values(), "parallel.precision", found)
     c.default("parallel.precision", found, "neither bf16 nor fp16 is on")
 
 

@@ -160,6 +160,11 @@ class Translation:
             self.put(field, value, key)
             self.say(key, "carried", f"{in_words(field, value)}{note and f': {note}'}")
 
+    def carry_all(self, keys: Iterable[str], field: str, value: Any, note: str = "") -> None:
+        """Carry a value that follows from several keys."""
+        for key in keys:
+            self.carry(key, field, value, note)
+
     def default(self, field: str, value: Any, why: str) -> None:
         """Set a field to a default of the other project that is not ours, unless it is set."""
         if field not in self.fields:

@@ -72,8 +72,7 @@ def schedule(c: Translation, key: str, *, default: str, default_lr: float) -> st
     except ValueError as error:
         c.say_all((key, *keys), "refused", str(error), key if key in c.given else "")
         return kind
-    for name in (key, *keys):
-        c.carry(name, "optim.schedule", ours)
+    c.carry_all((key, *keys), "optim.schedule", ours)
     if kind != "cosine":
         c.default("optim.schedule", ours, f"{key} is {kind} by default")
     return kind
@@ -95,6 +94,4 @@ def warmup(c: Translation, kind: str) -> None:
         c.carry("warmup_steps", "optim.warmup_ratio", steps, f"below 1 it is a fraction; {AHEAD}")
         c.say("warmup_ratio", "left", "warmup_steps decides, there too")
     else:
-        note = AHEAD if ratio else ""
-        c.carry("warmup_ratio", "optim.warmup_ratio", ratio, note)
-        c.carry("warmup_steps", "optim.warmup_ratio", ratio, note)
+        c.carry_all(("warmup_ratio", "warmup_steps"), "optim.warmup_ratio", ratio, AHEAD if ratio else "")

@@ -91,8 +91,7 @@ def activation_checkpointing(c: Translation, *own: str, read: Callable[[Any], bo
     """Switch it on if any of these options does: projects have a switch of their own besides FSDP's."""
     given = [key for key in (*own, *_both("activation_checkpointing")) if key in c.given]
     mode = "full" if any(c.get(key, read if key in own else flag, False) for key in given) else "none"
-    for key in given:
-        c.carry(key, "parallel.activation_checkpointing", mode)
+    c.carry_all(given, "parallel.activation_checkpointing", mode)
 
 
 def _both(word: str) -> tuple[str, str]:

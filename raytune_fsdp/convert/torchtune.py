@@ -513,8 +513,7 @@ def _packing(c: Translation, train: list[dict[str, Any]]) -> None:
     texts = bool(train) and all(each["format"]["type"] == "completion" for each in train)
     cut = texts and all(c.get(f"{prefix}split_across_pack", flag, True) for prefix in _prefixes(c, "dataset"))
     ours = "none" if not packed else "concat" if cut else "best_fit"
-    for key in (*keys, "packed"):
-        c.carry(key, "data.packing", ours)
+    c.carry_all((*keys, "packed"), "data.packing", ours)
     cuts = (f"{prefix}split_across_pack" for prefix in _prefixes(c, "dataset"))
     c.say_all(cuts, "carried" if packed else "left", f"data.packing={ours}")
     c.default("data.packing", ours, "packed is off by default")

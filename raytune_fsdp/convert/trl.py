@@ -29,7 +29,7 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.runs import ATTENTION_HERE, BUILDERS, attention, is_directory, part_of_files, place
 from raytune_fsdp.convert.sharding import sharded
-from raytune_fsdp.convert.training import TRAINING_OPTIONS, evaluates, finish_training, prepare_training, say_precision
+from raytune_fsdp.convert.training import TRAINING_OPTIONS, evaluates, finish_training, prepare_training
 
 _LR = 2e-5
 _LENGTH = 1024
@@ -57,7 +57,7 @@ def prepare_compute(c: Translation, *, lr: float) -> None:
         c.carry(
             own, "parallel.precision", found, "with FSDP or DeepSpeed theirs is bf16: fp32 weights in the optimizer"
         )
-    say_precision(c, found, own, "bf16", "fp16")
+    c.carry_all((own, "bf16", "fp16"), "parallel.precision", found)
     if found != "bf16":
         c.default("parallel.precision", found, "bf16 and dtype by default")
     adapters = c.get("use_peft", flag, False)
