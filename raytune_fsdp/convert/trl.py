@@ -36,14 +36,14 @@ _LENGTH = 1024
 
 
 def prepare(c: Translation) -> None:
-    prepare_compute(c, lr=_LR)
+    prepare_compute(c)
     rows = _format(c)
     _packing(c, texts=rows["type"] == "completion")
     _lengths(c)
     named_data(c, rows)
 
 
-def prepare_compute(c: Translation, *, lr: float) -> None:
+def prepare_compute(c: Translation, *, lr: float = _LR) -> None:
     """Settle what all commands of TRL share: length, batch, precision, adapters."""
     mixed = prepare_training(c, lr=lr, output="trainer_output", default_precision="bf16")
     # Mixed precision and the type in which weights are loaded: without sharding the optimizer updates those.
@@ -241,8 +241,8 @@ def _dataset(c: Translation, prefix: str, rows: dict[str, Any]) -> list[dict[str
     return [{**each, "format": rows} for each in found]
 
 
-def finish(c: Translation) -> None:
-    finish_training(c, lr=_LR)
+def finish(c: Translation, *, lr: float = _LR) -> None:
+    finish_training(c, lr=lr)
     c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
 
 

@@ -18,17 +18,16 @@ from raytune_fsdp.convert.rules import (
     whole,
 )
 from raytune_fsdp.convert.teachers import ALL_OTHERS, MIXED, ON_POLICY, carry_distillation, objective_in_words
-from raytune_fsdp.convert.training import TRAINING_OPTIONS, finish_training
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, named_data, prepare_compute
+from raytune_fsdp.convert.training import TRAINING_OPTIONS
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
-_LR = 2e-5
 _LENGTH = 1024
 _GENERATE = "write them beforehand with `raytune-fsdp generate`, and train on those rows"
 
 
 def _prepare(c: Translation) -> None:
     turn_off_dropout(c, adapts=c.get("use_peft", flag, False))
-    prepare_compute(c, lr=_LR)
+    prepare_compute(c)
     _policy(c)
     _divergence(c)
     teacher = "teacher_model_name_or_path"
@@ -73,11 +72,6 @@ def _divergence(c: Translation) -> None:
     c.say("beta", "carried", objective_in_words(c))
 
 
-def _finish(c: Translation) -> None:
-    finish_training(c, lr=_LR)
-    c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
-
-
 _OPTIONS = (
     settled("teacher_model_name_or_path", "`teacher.model`"),
     settled("beta", "`train.objective`: 0 `forward`, 1 `reverse`; others, 0.5 by default, too, are refused"),
@@ -118,6 +112,6 @@ TRL_GKD = Project(
     "a key tells that. Options of TRL 1.16.",
     options=table(*COMPUTE_OPTIONS, *NAMED_DATA, *_OPTIONS),
     prepare=_prepare,
-    finish=_finish,
+    finish=finish,
     like="trl",
 )

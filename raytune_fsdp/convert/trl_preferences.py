@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
@@ -33,8 +34,8 @@ from raytune_fsdp.convert.rules import (
     text,
     whole,
 )
-from raytune_fsdp.convert.training import TRAINING_OPTIONS, finish_training
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, named_data, prepare_compute
+from raytune_fsdp.convert.training import TRAINING_OPTIONS
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
 _LR = 1e-6
 _LENGTH = 1024
@@ -140,11 +141,6 @@ def _cpo(c: Translation) -> None:
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 
-def finish_rows(c: Translation, *, lr: float = _LR) -> None:
-    finish_training(c, lr=lr)
-    c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
-
-
 def _truncation(c: Translation, key: str) -> None:
     how = c.get(key, text, "keep_start")
     if how == "keep_end":
@@ -244,7 +240,7 @@ def project_of(
     about: str,
     prepare: Callable[[Translation], None],
     *options: TheirOption,
-    finish: Callable[[Translation], None] = finish_rows,
+    lr: float = _LR,
 ) -> Project:
     own = {name for option in options for name in option.names}
     others = (option for option in ROW_OPTIONS if own.isdisjoint(option.names))
@@ -255,7 +251,7 @@ def project_of(
         "older ones.",
         options=table(*options, *others),
         prepare=prepare,
-        finish=finish,
+        finish=partial(finish, lr=lr),
         like="trl",
     )
 

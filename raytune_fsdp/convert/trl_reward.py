@@ -5,7 +5,7 @@ from __future__ import annotations
 from raytune_fsdp.convert.preferences import PAIRS
 from raytune_fsdp.convert.rules import Translation, carry, flag, refuse, settled, text
 from raytune_fsdp.convert.scores import carry_reward, without_head
-from raytune_fsdp.convert.trl_preferences import finish_rows, prepare_rows, project_of
+from raytune_fsdp.convert.trl_preferences import prepare_rows, project_of
 
 _LR = 1e-4
 _TOO_LONG = (
@@ -24,10 +24,6 @@ def _prepare(c: Translation) -> None:
     c.tell_default("data.train.*.format.margin", None, why)
 
 
-def _finish(c: Translation) -> None:
-    finish_rows(c, lr=_LR)
-
-
 TRL_REWARD = project_of(
     "reward",
     "Files for `trl reward --config`.",
@@ -42,5 +38,5 @@ TRL_REWARD = project_of(
         alike="the model has a head that scores",
         here="same for SEQ_CLS, else refused",
     ),
-    finish=_finish,
+    lr=_LR,
 )
