@@ -118,10 +118,6 @@ def _precision(c: Translation) -> None:
     c.default("parallel.precision", "fp32", "mixed_precision by default; a training script may have set another")
 
 
-def finish(c: Translation) -> None:
-    """Do nothing: all defaults of accelerate are ours."""
-
-
 def _compiler(c: Translation, key: str) -> None:
     on = c.get(key, text, "no").lower() not in ("no", "none", "false")
     c.carry(key, "parallel.compile", on, "with torch's default backend" if on else "")
@@ -210,7 +206,6 @@ ACCELERATE = Project(
     "so the result is a part of a config: put it into one. Options of accelerate 1.15, with FSDP 1, FSDP 2 or "
     "DeepSpeed.",
     options=table(*_OPTIONS),
-    prepare=prepare,
-    finish=finish,
+    prepare=prepare,  # and nothing to finish: all defaults of accelerate are ours
     fragment=True,
 )

@@ -327,17 +327,11 @@ _RENAMED = {"format.returns": "format.then"}
 """Fields by the last two names of their path, with what they are called now."""
 
 
-def _nothing(c: Translation) -> None:
-    """Do nothing: no option of a config of ours is another project's."""
-
-
 _OURS = Project(
     name="raytune-fsdp",
     title="an older raytune-fsdp",
     about="Configs of this package, from before a field was renamed.",
     options={},
-    prepare=_nothing,
-    finish=_nothing,
 )
 
 

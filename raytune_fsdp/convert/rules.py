@@ -310,9 +310,9 @@ class Project:
     about: str
     """Which files these are, for the documentation."""
     options: dict[str, TheirOption]
-    prepare: Callable[[Translation], None]
+    prepare: Callable[[Translation], None] = lambda c: None
     """Settles what several options say together."""
-    finish: Callable[[Translation], None]
+    finish: Callable[[Translation], None] = lambda c: None
     """Adds the defaults that are not ours."""
     like: str = ""
     """The project of which this is a variant: files without a key that only this one has are taken for that one's."""
