@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from raytune_fsdp.convert.preferences import EACH_TOKEN, JUDGED, PAIRS, carry_objective, no_dropout, tell_own_dropout
-from raytune_fsdp.convert.rules import TheirOption, Translation, flag, in_words, number, part, refuse, text
+from raytune_fsdp.convert.rules import (
+    NotHereError,
+    TheirOption,
+    Translation,
+    flag,
+    in_words,
+    number,
+    part,
+    refuse,
+    text,
+)
 from raytune_fsdp.convert.scores import carry_reward
 
 STAGES = {"dpo": PAIRS, "kto": JUDGED, "rm": PAIRS}
@@ -106,15 +116,15 @@ def _reference(c: Translation) -> None:
 
 
 def format_of_stage(columns: dict[str, str], tags: dict[str, str], rows: str, *, conversations: bool) -> dict[str, Any]:
-    """Return the format of a dataset. Raises ValueError if its rows cannot be read."""
+    """Return the format of a dataset. Raises NotHereError if its rows cannot be read."""
     named = {"chosen": "chosen", "rejected": "rejected"} if rows == PAIRS else {"label": "kto_tag"}
     missing = [theirs for theirs in named.values() if not columns.get(theirs)]
     if missing:
-        raise ValueError(f"a dataset of this stage has {' and '.join(missing)} in its columns")
+        raise NotHereError(f"a dataset of this stage has {' and '.join(missing)} in its columns")
     made: dict[str, Any] = {"type": rows}
     if conversations:
         if any(tags.get(tag, names[0]) not in names for tag, names in _USUAL.items()):
-            raise ValueError("messages and roles have their usual names here: rename them by format.type=python")
+            raise NotHereError("messages and roles have their usual names here: rename them by format.type=python")
         made["prompt" if rows == PAIRS else "completion"] = columns.get("messages", "conversations")
         if rows == JUDGED:
             made["prompt"] = None

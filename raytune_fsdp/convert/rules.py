@@ -35,6 +35,10 @@ class WrongValueError(ValueError):
     """A value breaks a rule; the message is the rule."""
 
 
+class NotHereError(ValueError):
+    """Something has no counterpart of ours; the message says why."""
+
+
 # Readers of values. A scalar without quotes comes as `Plain`: only its reader knows whether `no` is a word.
 
 

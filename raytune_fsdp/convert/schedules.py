@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.rules import Translation, number, text, whole
+from raytune_fsdp.convert.rules import NotHereError, Translation, number, text, whole
 
 
 def ratio(least: Any, lr: float) -> float:
     """Return a learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
     return float(f"{number(least) / lr:.12g}")
-
-
-class _NotHereError(ValueError):
-    """A schedule is not one of ours; the message says why."""
 
 
 def _schedule(c: Translation, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
@@ -47,13 +43,13 @@ def _schedule(c: Translation, kind: str, details: dict[str, Any], lr: float) -> 
     if kind == "warmup_stable_decay":
         total, decay = c.fields.get("train.max_steps"), take("num_decay_steps", None)
         if take("decay_type", "cosine") != "linear" or take("warmup_type", "linear") != "linear":
-            raise _NotHereError("in `wsd` here the learning rate rises and falls linearly")
+            raise NotHereError("in `wsd` here the learning rate rises and falls linearly")
         if total is None or decay is None:
-            raise _NotHereError(
+            raise NotHereError(
                 "`wsd` here takes the fraction of the steps that decay: give max_steps and num_decay_steps"
             )
         return {"type": "wsd", "decay": whole(decay) / total, "floor": number(take("min_lr_ratio", 0))}
-    raise _NotHereError(
+    raise NotHereError(
         "no schedule of ours; there are constant, linear, cosine, polynomial, inverse_sqrt, one_cycle and wsd"
     )
 
@@ -68,7 +64,7 @@ def schedule(c: Translation, key: str, *, default: str, default_lr: float) -> st
     try:
         ours = _schedule(c, kind, details, c.get("learning_rate", number, default_lr) or default_lr)
         if details:
-            raise _NotHereError(f"{kind} has no {', '.join(details)} here")
+            raise NotHereError(f"{kind} has no {', '.join(details)} here")
     except ValueError as error:
         c.say_all((key, *keys), "refused", str(error), key if key in c.given else "")
         return kind
