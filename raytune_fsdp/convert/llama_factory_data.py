@@ -167,15 +167,13 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
         if "prompt" not in columns:
             raise NotHereError("stage pt reads the column that `columns` names as prompt: name it")
         return _joined(columns, {"type": "completion", "text": columns["prompt"]})
+    if formatting == "alpaca" and columns.get("tools"):
+        raise NotHereError("tools are read in conversations only")
     if rows:
-        if formatting == "alpaca" and columns.get("tools"):
-            raise NotHereError("tools are read in conversations only")
         pairs = format_of_stage(columns, tags, rows, conversations=formatting != "alpaca")
         return _joined(columns, pairs) if formatting == "alpaca" else pairs
     loss = "all" if c.get("train_on_prompt", flag, False) else ""
     if formatting == "alpaca":
-        if columns.get("tools"):
-            raise NotHereError("tools are read in conversations only")
         made: dict[str, Any] = {"type": "instruction", "style": "chat", "prompt": columns.get("prompt", "instruction")}
         made |= {"input": None, "completion": columns.get("response", "output")}
         if columns.get("system"):
