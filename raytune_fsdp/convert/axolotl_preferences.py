@@ -70,7 +70,10 @@ def prepare_rl(c: Translation) -> None:
         )
         c.say("lora_model_dir", "refused", why)
     c.say("train_on_inputs", "left", "with rl the answers alone count, there too")
-    {"dpo": _dpo, "ipo": _ipo, "kto": _kto, "orpo": _orpo, "simpo": _simpo}[kind](c)
+    if kind == "dpo":
+        _dpo(c)
+    else:
+        carry_objective(c, kind, {"beta": (_beta(c, kind), 0.1), **_NUMBERS[kind]})
     c.say("rl", "carried", in_words("train.objective", c.fields["train.objective"]))
     if c.get("dpo_use_weighting", flag, False):
         c.say("dpo_use_weighting", "refused", "pairs have weights of their own only (format.weight)")
@@ -78,14 +81,23 @@ def prepare_rl(c: Translation) -> None:
         c.say("max_prompt_len", "refused", "prompts have no limit of their own; see data.long_documents")
 
 
-def _beta(c: Translation, *more: str) -> str:
+_NUMBERS: dict[str, dict[str, tuple[str, float | None]]] = {
+    "ipo": {},
+    "kto": {f"{each}_weight": (f"kto_{each}_weight", 1.0) for each in ("desirable", "undesirable")},
+    "orpo": {},
+    "simpo": {"gamma": ("simpo_gamma", 0.5), "sft.weight": ("cpo_alpha", 1.0)},
+}
+"""What other objectives have besides beta, as `carry_objective` takes it."""
+
+
+def _beta(c: Translation, kind: str) -> str:
     """Return the key that sets beta: of several, axolotl takes the first (before April 2025 orpo_alpha, if there)."""
-    return c.first("trl.beta", "rl_beta", "dpo_beta", *more)
+    return c.first("trl.beta", "rl_beta", "dpo_beta", *(("orpo_alpha",) if kind == "orpo" else ()))
 
 
 def _dpo(c: Translation) -> None:
     pair, weight = losses_of_pairs(c, "dpo_loss_type", "dpo_loss_weights")
-    numbers: dict[str, tuple[str, float | None]] = {"beta": (_beta(c), 0.1)}
+    numbers: dict[str, tuple[str, float | None]] = {"beta": (_beta(c, "dpo"), 0.1)}
     made: dict[str, Any] = {}
     if pair not in ("hinge", "ipo"):
         numbers["label_smoothing"] = ("dpo_label_smoothing", 0.0)
@@ -101,24 +113,6 @@ def _dpo(c: Translation) -> None:
     carry_objective(c, "ipo" if pair == "ipo" else "dpo", numbers, {"label_smoothing": note}, **made)
     c.say_all(("rpo_alpha", "dpo_loss_weights"), "carried", in_words("train.objective.sft.weight", weight))
     c.say("dpo_loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
-
-
-def _ipo(c: Translation) -> None:
-    carry_objective(c, "ipo", {"beta": (_beta(c), 0.1)})
-
-
-def _orpo(c: Translation) -> None:
-    carry_objective(c, "orpo", {"beta": (_beta(c, "orpo_alpha"), 0.1)})
-
-
-def _simpo(c: Translation) -> None:
-    parts = {"beta": (_beta(c), 0.1), "gamma": ("simpo_gamma", 0.5), "sft.weight": ("cpo_alpha", 1.0)}
-    carry_objective(c, "simpo", parts)
-
-
-def _kto(c: Translation) -> None:
-    weights = {f"{each}_weight": (f"kto_{each}_weight", 1.0) for each in ("desirable", "undesirable")}
-    carry_objective(c, "kto", {"beta": (_beta(c), 0.1), **weights})
 
 
 def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
