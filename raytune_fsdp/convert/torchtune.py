@@ -7,6 +7,7 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import NOT_BIT_EQUAL
+from raytune_fsdp.convert.optimizers import betas
 from raytune_fsdp.convert.preferences import PAIRS, TOO_LONG, carry_objective, sample_of_two
 from raytune_fsdp.convert.rules import (
     Project,
@@ -236,15 +237,6 @@ def _reference(c: Translation) -> None:
         c.carry(key, "reference.model", where)
 
 
-def _betas(c: Translation, key: str) -> None:
-    found = c.get(key, lambda value: [number(each) for each in value] if isinstance(value, list) else [], [])
-    if len(found) != 2:
-        c.say(key, "refused", "must be two numbers")
-        return
-    c.put("optim.beta1", found[0], key)
-    c.carry(key, "optim.beta2", found[1], f"and optim.beta1={found[0]}")
-
-
 def _loss(c: Translation, key: str) -> None:
     if c.get(key, text, "").rpartition(".")[2] in _LOSSES:
         c.say(key, "same", "the cross entropy")
@@ -258,10 +250,6 @@ def _device(c: Translation, key: str) -> None:
         c.carry(key, "cluster.device", name)
     else:
         c.say(key, "refused", "a run is on cuda or on cpu")
-
-
-def _clipping(c: Translation, key: str) -> None:
-    c.carry(key, "optim.max_grad_norm", c.get(key, number, 0) or None)
 
 
 def _logger(c: Translation, key: str) -> None:
@@ -278,10 +266,6 @@ def _project(c: Translation, key: str) -> None:
         c.carry(key, "tracking.wandb.project", c.get(key, text, ""))
     else:
         c.say(key, "left", "means nothing to this logger")
-
-
-def _seed(c: Translation, key: str) -> None:
-    c.carry(key, "run.seed", c.get(key, whole, 0))
 
 
 _OPTIONS = (
@@ -304,7 +288,7 @@ _OPTIONS = (
     carry("optimizer.lr", "optim.lr", number),
     carry("optimizer.weight_decay", "optim.weight_decay", number, "here it leaves out embeddings, norms and biases"),
     carry("optimizer.eps", "optim.eps", number),
-    ask("optimizer.betas", "`optim.beta1`, `optim.beta2`", _betas),
+    ask("optimizer.betas", "`optim.beta1`, `optim.beta2`", betas),
     settled("optimizer.momentum", "`optim.optimizer.momentum` of SGD"),
     leave("optimizer.fused optimizer.foreach optimizer_in_bwd", "when and how an update is computed"),
     settled("lr_scheduler._component_ lr_scheduler.num_cycles", "same for half a cosine; others are refused"),
@@ -314,7 +298,7 @@ _OPTIONS = (
     ),
     settled("loss.beta loss.gamma loss.label_smoothing", "`train.objective.beta`, `label_smoothing`"),
     leave("loss.num_output_chunks", "see `model.loss`"),
-    ask("clip_grad_norm", "`optim.max_grad_norm`", _clipping),
+    carry("clip_grad_norm", "optim.max_grad_norm", lambda value: number(value) or None),
     switch("enable_activation_checkpointing", "parallel.activation_checkpointing", "full", "none is computed again"),
     carry("enable_activation_offloading", "parallel.activation_offload", flag),
     leave("ac_mode ac_option", "see `parallel.activation_checkpointing`"),
@@ -332,7 +316,7 @@ _OPTIONS = (
     ),
     refuse("enable_fp8_training", FP8),
     ask("device", "`cluster.device`", _device),
-    ask("seed", "`run.seed`", _seed),
+    carry("seed", "run.seed", whole),
     switch("cudnn_deterministic_mode", "run.deterministic", True, "off, as here"),
     carry("log_every_n_steps", "train.log_every", whole),
     ask("metric_logger._component_", "`tracking.wandb`, `tracking.tensorboard`, `tracking.mlflow`; left", _logger),
