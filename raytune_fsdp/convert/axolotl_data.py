@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.axolotl_kd import type_of
+from raytune_fsdp.convert.axolotl_kd import TYPES
 from raytune_fsdp.convert.axolotl_preferences import FIELDS, format_of_rl, rows_of_rl, template_of_rl
 from raytune_fsdp.convert.preferences import JUDGED, PAIRS, TOO_LONG
 from raytune_fsdp.convert.rules import (
@@ -177,7 +177,7 @@ def _format(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
     if own:
         return _own_type(c, f"{prefix}type.")
     key = f"{prefix}type"
-    kind = type_of(c.get(key, text, kind))
+    kind = c.get(key, text, kind).removeprefix(TYPES)
     everything = {"loss": "all"} if c.get("train_on_inputs", flag, False) else {}
     made: dict[str, Any]
     if kind in ("chat_template", "sharegpt"):
