@@ -167,14 +167,9 @@ def _thinking(c: Translation, key: str) -> None:
 
 
 def _has_no_chat(c: Translation) -> bool:
-    formats = [each["format"].get("then", each["format"]) for each in _train(c)]
+    formats = [each["format"].get("then", each["format"]) for each in c.fields.get("data.train", [])]
     chats = ("chat", *STAGES.values())
     return bool(formats) and not any(each["type"] in chats or each.get("style") == "chat" for each in formats)
-
-
-def _train(c: Translation) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = c.fields.get("data.train", [])
-    return found
 
 
 def _stage(c: Translation, key: str) -> None:

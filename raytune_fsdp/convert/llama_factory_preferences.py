@@ -39,12 +39,9 @@ def rows_of_stage(c: Translation) -> str:
 
 def prepare_stage(c: Translation) -> None:
     """Carry the objective of a stage of preferences, and its reference."""
-    if not rows_of_stage(c):
-        return
-    adapts = c.get("finetuning_type", text, "lora") == "lora"
-    if adapts and not _scores(c):
-        no_dropout(c, "lora_dropout", "off in this stage there")
     if not _scores(c):
+        if c.get("finetuning_type", text, "lora") == "lora":
+            no_dropout(c, "lora_dropout", "off in this stage there")
         tell_own_dropout(c)
     counted = "whole texts" if _scores(c) else "the answers alone"
     c.say_all(("train_on_prompt", "mask_history"), "left", f"{counted} count in this stage, there too")
@@ -139,14 +136,9 @@ def format_of_stage(columns: dict[str, str], tags: dict[str, str], rows: str, *,
     return made
 
 
-def _active(c: Translation) -> bool:
-    return c.get("stage", text, "sft") not in ("sft", "pt", *STAGES)
-
-
 def _detail(names: str, here: str) -> TheirOption:
     """Make details that this module settles, and that mean nothing to other stages."""
-    option = part(names, "stage", _active)
-    return TheirOption(option.names, here, option.rule)
+    return part(names, "stage", lambda c: c.get("stage", text, "sft") not in ("sft", "pt", *STAGES), here)
 
 
 STAGE_OPTIONS = (

@@ -274,8 +274,8 @@ def _alike(value: Any, other: Any) -> bool:
         return False
 
 
-def part(names: str, owner: str, active: Callable[[Translation], bool]) -> TheirOption:
-    """Make details of an option that cannot be carried: without it they mean nothing."""
+def part(names: str, owner: str, active: Callable[[Translation], bool], here: str = "") -> TheirOption:
+    """Make details of an option that cannot be carried: without it they mean nothing. `here`: as in `refuse`."""
 
     def rule(c: Translation, key: str) -> None:
         if active(c):
@@ -283,7 +283,7 @@ def part(names: str, owner: str, active: Callable[[Translation], bool]) -> Their
         else:
             c.say(key, "left", f"means nothing without {owner}")
 
-    return TheirOption(tuple(names.split()), f"refused with `{owner}`, else left", rule)
+    return TheirOption(tuple(names.split()), here or f"refused with `{owner}`, else left", rule)
 
 
 def settled(names: str, here: str, *, takes_null: bool = False) -> TheirOption:
