@@ -107,8 +107,7 @@ def prepare(c: Translation) -> None:
     c.default("data.seq_len", 512, "sequence_len by default")
     packed = "best_fit" if c.get("sample_packing", flag, False) else "none"
     c.carry("sample_packing", "data.packing", packed)
-    if packed == "none":
-        c.default("data.packing", "none", "sample_packing is off by default")
+    c.default("data.packing", packed, "sample_packing is off by default")
     prepare_data(c)
 
 

@@ -130,8 +130,7 @@ def length(c: Translation, epochs: str, *, default: float) -> None:
         return
     c.say("max_steps", "same", "no limit in steps")
     c.carry(epochs, "train.epochs", c.get(epochs, number, default))
-    if "train.epochs" not in c.fields:
-        c.default("train.epochs", default, f"{epochs} by default")
+    c.default("train.epochs", default, f"{epochs} by default")
 
 
 def cadence(c: Translation, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:
