@@ -64,13 +64,10 @@ def strategy(c: Translation, key: str, word: str, gpus_of_a_node: int | None = N
 def fsdp(c: Translation, key: str) -> None:
     """Carry `fsdp`: words such as `full_shard auto_wrap offload`, as a text or a list; in newer files only true."""
     value = plain(c.given[key])
-    if isinstance(value, bool):
-        if value:
-            c.say(key, "same", "weights are sharded (parallel.strategy=full_shard)")
-        else:
-            c.say(key, "left", "weights are sharded nonetheless; set parallel.strategy=replicate for whole copies")
+    if value is True:
+        c.say(key, "same", "weights are sharded (parallel.strategy=full_shard)")
         return
-    found = c.get(key, words, [])
+    found = [] if value is False else c.get(key, words, [])
     if not found:
         c.say(key, "left", "weights are sharded nonetheless; set parallel.strategy=replicate for whole copies")
     for word in found:
