@@ -103,11 +103,9 @@ def prepare(c: Translation) -> None:
     _precision(c)
     if rows := rows_of_rl(c):
         sample_of_two(c, "sequence_len", c.get("sequence_len", whole, 512), rows)
-    c.carry("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512))
-    c.default("data.seq_len", 512, "sequence_len by default")
+    c.carry_or_default("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512), "sequence_len by default")
     packed = "best_fit" if c.get("sample_packing", flag, False) else "none"
-    c.carry("sample_packing", "data.packing", packed)
-    c.default("data.packing", packed, "sample_packing is off by default")
+    c.carry_or_default("sample_packing", "data.packing", packed, "sample_packing is off by default")
     prepare_data(c)
 
 

@@ -175,6 +175,11 @@ class Translation:
             self.put(field, value)
             self.tell_default(field, value, why)
 
+    def carry_or_default(self, key: str, field: str, value: Any, why: str, note: str = "") -> None:
+        """Carry the value of a key, or set the field to what the other project has without it: see `default`."""
+        self.carry(key, field, value, note)
+        self.default(field, value, why)
+
     def tell_default(self, field: str, value: Any, why: str) -> None:
         self.unsaid.append((field, Said("default", f"{in_words(field, value)}: {why}")))
 

@@ -129,8 +129,7 @@ def length(c: Translation, epochs: str, *, default: float) -> None:
         c.say(epochs, "left", "max_steps decides, there too")
         return
     c.say("max_steps", "same", "no limit in steps")
-    c.carry(epochs, "train.epochs", c.get(epochs, number, default))
-    c.default("train.epochs", default, f"{epochs} by default")
+    c.carry_or_default(epochs, "train.epochs", c.get(epochs, number, default), f"{epochs} by default")
 
 
 def cadence(c: Translation, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:

@@ -61,8 +61,8 @@ def prepare(c: Translation) -> None:
     _model(c)
     kind = c.get("dtype", text, "bf16")
     if kind in _TYPES:
-        c.carry("dtype", "parallel.precision", _TYPES[kind], "weights in bf16, too, as there" if kind == "bf16" else "")
-        c.default("parallel.precision", _TYPES[kind], "dtype by default")
+        note = "weights in bf16, too, as there" if kind == "bf16" else ""
+        c.carry_or_default("dtype", "parallel.precision", _TYPES[kind], "dtype by default", note)
     else:
         c.say("dtype", "refused", "the types of a run there are bf16 and fp32")
     _length(c)
@@ -129,8 +129,7 @@ def _model(c: Translation) -> None:
         ("lora_dropout", "dropout", number, 0.0),
     ):
         value = c.get(f"model.{theirs}", read, default)
-        c.carry(f"model.{theirs}", f"method.{ours}", value)
-        c.default(f"method.{ours}", value, f"model.{theirs} by default")
+        c.carry_or_default(f"model.{theirs}", f"method.{ours}", value, f"model.{theirs} by default")
     if c.get("model.use_dora", flag, False):
         c.carry("model.use_dora", "method.dora", True)
     _targets(c)
@@ -159,8 +158,7 @@ def _length(c: Translation) -> None:
         c.say("epochs", "carried", f"train.max_steps={epochs * most}")
         return
     c.say("max_steps_per_epoch", "same", "no limit in steps")
-    c.carry("epochs", "train.epochs", epochs)
-    c.default("train.epochs", epochs, "epochs by default")
+    c.carry_or_default("epochs", "train.epochs", epochs, "epochs by default")
 
 
 def _batch(c: Translation) -> None:

@@ -106,8 +106,7 @@ def _lengths(c: Translation) -> None:
     if key in c.given and spelled(c.given[key]) is None:
         c.say(key, "refused", "a sample has a fixed length here; give a number, such as the length of the longest row")
         return
-    c.carry(key, "data.seq_len", c.get(key, whole, _LENGTH))
-    c.default("data.seq_len", _LENGTH, "max_length by default")
+    c.carry_or_default(key, "data.seq_len", c.get(key, whole, _LENGTH), "max_length by default")
 
 
 def named_data(c: Translation, rows: dict[str, Any]) -> None:
