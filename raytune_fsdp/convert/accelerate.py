@@ -89,7 +89,7 @@ def _distributed(c: Translation) -> None:
         strategy(c, "distributed_type", "no_shard")
         if kind == "MULTI_CPU":
             c.put("cluster.device", "cpu", "distributed_type")
-    if kind not in ("FSDP", "DEEPSPEED", "MULTI_GPU", "MULTI_CPU"):
+    else:
         c.say("distributed_type", "refused", "a run is spread by FSDP, on GPUs or CPUs; set parallel.strategy")
     c.say("distributed_type", "carried", in_words("parallel.strategy", c.fields.get("parallel.strategy", "full_shard")))
     _offload(c)
