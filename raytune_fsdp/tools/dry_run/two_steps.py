@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import Interrupted, TrainingError
@@ -18,12 +17,11 @@ from raytune_fsdp.launch.torchrun import is_rank0
 from raytune_fsdp.plan.run_dir import storage_of
 from raytune_fsdp.run.checks import check_config
 from raytune_fsdp.run.places import check_beginning
+from raytune_fsdp.run.resume import Resumed
+from raytune_fsdp.tools.dry_run.fork import begun_with, check_changes
 from raytune_fsdp.tools.dry_run.outcome import DryRun, measured
 from raytune_fsdp.tools.dry_run.scratch import scratch
 from raytune_fsdp.tools.dry_run.trial import trial_of
-
-if TYPE_CHECKING:
-    from raytune_fsdp.run.resume import Resumed
 
 
 def dry_run(
@@ -43,10 +41,7 @@ def dry_run(
     begun = None
     if is_rank0():  # here, as the directory of the trial has no mark of this user's
         check_beginning(config, trusted=trust_places)
-        if config.run.fork is not None:
-            from raytune_fsdp.tools.dry_run.fork import begun_with
-
-            begun = begun_with(config, trusted=trust_places)
+        begun = begun_with(config, trusted=trust_places)
     began, storage = began or time.time(), storage_of(config)
     # The other ranks of torchrun never ask for the place of the run: they get it from rank 0.
     here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
@@ -76,7 +71,5 @@ def _tried(
 
             prepared, _ = run(trial, progress, dry=True, force=force, trust_places=True)
         if begun is not None:
-            from raytune_fsdp.tools.dry_run.fork import check_changes
-
             check_changes(config, begun, prepared)
         return measured(config, trial, prepared, began) if is_rank0() else None
