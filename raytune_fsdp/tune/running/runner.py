@@ -79,11 +79,6 @@ class TrialRun:
         """What its process has taken: nothing as long as it waits for room, and so has no ranks."""
         return time.monotonic() - self.since if self.measured.attempt > self.attempt else 0.0
 
-    @property
-    def found_no_room(self) -> bool:
-        """Whether that is why its last process has ended."""
-        return self.measured.no_room > self.no_room
-
 
 class Runner:
     """Runs one sweep to its end."""
@@ -328,7 +323,7 @@ class Runner:
         """
         if code == _REFUSED and _WORKED_ON in error:
             return  # it is waited for
-        if run.found_no_room:  # others have it, and nothing is wrong with the trial
+        if run.measured.no_room > run.no_room:  # others have it, and nothing is wrong with the trial
             if not run.said_no_room:
                 self._board.say(f"{run.name} waits for room: {error}")
             run.said_no_room, run.again_at = True, time.monotonic() + _AGAIN_SECONDS[0]
