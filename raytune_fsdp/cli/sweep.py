@@ -6,6 +6,7 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
@@ -81,7 +82,7 @@ def _check(parser: Parser, found: Namespace) -> None:
 def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler) -> None:
     """Say what the sweep takes, before anything is started: as far as that is known, unless nothing else is asked."""
     from raytune_fsdp.base.errors import ConfigError, in_one_line
-    from raytune_fsdp.tune.cost import as_data, cost_of, in_words
+    from raytune_fsdp.tune.cost import cost_of, in_words
     from raytune_fsdp.tune.place import SweepDir
 
     gpu = None if found.gpu is None else gpu_of(found.gpu)
@@ -94,7 +95,7 @@ def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfi
         return
     cost = cost_of(spec, scheduler, configs, census, gpu=gpu, per_node=found.gpus_per_node or PER_NODE)
     if found.json:
-        print(json.dumps(as_data(cost)))
+        print(json.dumps(asdict(cost)))
         return
     for line in in_words(spec, cost, found.price, begun=SweepDir.of(spec).log.exists()):
         say(line)
