@@ -154,7 +154,7 @@ def states_of(places: Sequence[RunDir]) -> dict[Path, str]:
 def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
     """Return a line for every run, in columns, below a heading."""
     from raytune_fsdp.cli.region import clean
-    from raytune_fsdp.record.console import duration
+    from raytune_fsdp.record.console import aligned, duration
 
     cells = [("run", "state", "step", "loss", "best eval", "workers", "age")]
     for each, state in rows:
@@ -166,15 +166,7 @@ def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
             clean(each.path.name), state or each.ended, steps, loss, best, str(each.world or "-"),
             "-" if age is None else duration(age),
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    right = (2, 3, 5, 6)
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+    return aligned(cells, right=(2, 3, 5, 6))
 
 
 def seconds_since(moment: str | None) -> float | None:
