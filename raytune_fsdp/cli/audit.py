@@ -105,8 +105,7 @@ def _parsed(parser: ConfigParser, run: str | None, arguments: list[str]) -> tupl
     if run is not None:
         parser.default_config = config_of_run(Path(run))
     found, config = parser.parse_with_config(arguments)
-    if found.workers is not None and found.workers < 1:
-        parser.error(f"--workers {found.workers} must be at least 1")
+    parser.check_least(found, "--workers")
     if found.workers is not None:
         cluster = config.cluster.model_dump() | {"workers": found.workers}
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})

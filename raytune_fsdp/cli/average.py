@@ -23,8 +23,7 @@ def parser_of(prog: str) -> Parser:
 
 def _average(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if found.max_file_bytes < 1000:
-        parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
+    parser.check_least(found, "--max-file-bytes", 1000)
     if found.last is not None and found.last < 2:
         parser.error(f"--last {found.last} must be at least 2; for one checkpoint, use `raytune-fsdp export`")
     from raytune_fsdp.config import ExportConfig

@@ -183,6 +183,12 @@ class Parser(argparse.ArgumentParser):
             message = f"{what}{nearest(other[2], known)}; there are {', '.join(known)}"
         raise ConfigError(f"{message} ({self.prog} --help)")
 
+    def check_least(self, found: argparse.Namespace, flag: str, least: int = 1) -> None:
+        """Refuse a number that is given by this flag and is less than the least."""
+        value = getattr(found, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and value < least:
+            self.error(f"{flag} {value} must be at least {least}")
+
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
@@ -235,8 +241,7 @@ class ModelParser(Parser):
     ) -> tuple[argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, torch.device]:
         """Return the arguments, and the model that they name, on this machine's device."""
         found = self.parse(arguments)
-        if found.max_new_tokens < 1:
-            self.error(f"--max-new-tokens {found.max_new_tokens} must be at least 1")
+        self.check_least(found, "--max-new-tokens")
         variables = self._variables(found.chat_template_kwargs)
         from raytune_fsdp.launch.quiet import quiet
 

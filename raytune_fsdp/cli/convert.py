@@ -44,8 +44,7 @@ def parser_of(prog: str) -> Parser:
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if found.gpus is not None and found.gpus < 1:
-        parser.error(f"--gpus {found.gpus} must be at least 1")
+    parser.check_least(found, "--gpus")
     file, drop = found.file, list(found.drop)
     if file is None:
         if len(drop) < 2 or not Path(drop[-1]).is_file():

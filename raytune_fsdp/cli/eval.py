@@ -65,8 +65,7 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
         return 0
     found, config = parser.parse_with_config(arguments)
     eval_harness.check_without(parser, found)
-    if found.workers < 1:
-        parser.error(f"--workers {found.workers} must be at least 1")
+    parser.check_least(found, "--workers")
     from raytune_fsdp.run.places import check_places
 
     if found.config is None and run is not None:  # the config of the run, which may be a stranger's

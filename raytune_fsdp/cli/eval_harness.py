@@ -55,13 +55,8 @@ def tasks_of(parser: ConfigParser, found: Namespace, rest: Sequence[str]) -> Har
     names = tuple(dict.fromkeys(name.strip() for name in found.lm_eval.split(",") if name.strip()))
     if not names:
         parser.error(f"{FLAG} needs names of tasks: {FLAG} arc_easy,mmlu")
-    for flag, value, least in (
-        ("--lm-eval-shots", found.lm_eval_shots, 0),
-        ("--lm-eval-limit", found.lm_eval_limit, 1),
-        ("--lm-eval-batch", found.lm_eval_batch, 1),
-    ):
-        if value is not None and value < least:
-            parser.error(f"{flag} {value} must be at least {least}")
+    for flag, least in (("--lm-eval-shots", 0), ("--lm-eval-limit", 1), ("--lm-eval-batch", 1)):
+        parser.check_least(found, flag, least)
     directory = found.lm_eval_tasks
     if directory is not None and not directory.is_dir():
         parser.error(f"--lm-eval-tasks {directory} is not a directory: name one with the tasks' YAML files")

@@ -36,8 +36,7 @@ def parser_of(prog: str) -> Parser:
 
 def _export(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if found.max_file_bytes < 1000:
-        parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
+    parser.check_least(found, "--max-file-bytes", 1000)
     from raytune_fsdp.checkpoint.model_files import find_checkpoint
     from raytune_fsdp.config import ExportConfig
     from raytune_fsdp.run.places import check_places

@@ -56,9 +56,8 @@ def parser_of(prog: str) -> ConfigParser:
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     found, overrides = parser.parse_known_args(arguments)
-    for flag, value in (("--world-size", found.world_size), ("--samples", found.samples)):
-        if value is not None and value < 1:
-            parser.error(f"{flag} {value} must be at least 1")
+    for flag in ("--world-size", "--samples"):
+        parser.check_least(found, flag)
     if found.calibrate is not None:
         return plan_calibrate.calibrate_here(parser, found, overrides)
     found, config = parser.parse_with_config(arguments)

@@ -124,8 +124,7 @@ def check(parser: ConfigParser, found: Namespace) -> None:
             instead = ", in the place of --gpu" if flag == "hours" and found.gpu else ", too"
             way = "--search A100-80GB=1.8,H100=2.9" if flag == "hours" else "--gpu A100-80GB"
             parser.error(f"--{flag} is for a plan on GPUs: name them{instead} ({way})")
-    if found.gpus_per_node is not None and found.gpus_per_node < 1:
-        parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
+    parser.check_least(found, "--gpus-per-node")
     for flag in ("price", "hours"):
         value = getattr(found, flag)
         if value is not None and not 0 <= value < float("inf"):

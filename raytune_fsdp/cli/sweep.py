@@ -73,8 +73,7 @@ def _check(parser: Parser, found: Namespace) -> None:
         parser.error(f"--price {found.price} must be 0 or more")
     if found.gpus_per_node is not None and found.gpu is None:
         parser.error("--gpus-per-node is for a prediction: name the device, too (--gpu A100-80GB)")
-    if found.gpus_per_node is not None and found.gpus_per_node < 1:
-        parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
+    parser.check_least(found, "--gpus-per-node")
     if found.gpu is not None:
         gpu_of(found.gpu)  # an unknown one is refused before anything is read
 
