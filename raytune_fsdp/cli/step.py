@@ -139,13 +139,13 @@ def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int
             about: dict[str, Any] = {
                 "step": past.step,
                 "sample": number + 1,
-                "dataset": past.names[origin.dataset],
+                "dataset": past.windows.names[origin.dataset],
                 "row": origin.where,
                 "first_token": origin.first_token,
                 "tokens": document.stop - document.start,
                 "trained": int((sample.labels[document] != IGNORE).sum()),
             }
-            if role := role_of(sample, document, past.columns, past.scoring):
+            if role := role_of(sample, document, past.windows.columns, past.windows.scoring):
                 about["role"] = ", ".join(role)
             if losses is not None:
                 total, targets = losses[number][index]
