@@ -48,14 +48,15 @@ def parser_of(prog: str) -> ConfigParser:
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
-    harness = eval_harness.is_asked_for(arguments)
+    flags = {word.partition("=")[0] for word in arguments}
+    harness = eval_harness.FLAG in flags
     run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
         run = _run_of(Path(model).resolve())
         if run is not None:
             check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
-        if run is None and not harness and "--config" not in [word.partition("=")[0] for word in arguments]:
+        if run is None and not harness and "--config" not in flags:
             if not is_url(model) and not Path(model).exists():
                 parser.error(f"{model} does not exist: name a run, an export, or a Hugging Face model directory")
             parser.error(f"{model} belongs to no run: name the data with --config FILE")

@@ -41,10 +41,6 @@ def add_flags(parser: ConfigParser) -> None:
     )  # fmt: skip
 
 
-def is_asked_for(arguments: Sequence[str]) -> bool:
-    return FLAG in [word.partition("=")[0] for word in arguments]
-
-
 def tasks_of(parser: ConfigParser, found: Namespace, rest: Sequence[str]) -> HarnessTasks:
     """Return the tasks that the flags describe. Refuses what says nothing to them."""
     for flag, given in (("--config", found.config is not None), ("--workers", found.workers != 1)):
