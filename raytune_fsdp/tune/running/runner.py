@@ -357,8 +357,8 @@ class Runner:
 
     def _end_all(self) -> None:
         """Let all processes commit and end, and wait for them; at another wish to stop, end them at once."""
-        stopping = {number: run for number, run in self._runs.items() if run.child is not None}
-        running = [run.child for run in stopping.values() if run.child is not None]
+        stopping = [(number, run, run.child) for number, run in self._runs.items() if run.child is not None]
+        running = [child for *_, child in stopping]
         for child in running:
             if not child.asked:  # one that commits must not be ended
                 child.stop()
@@ -371,9 +371,8 @@ class Runner:
                 for child in running:
                     child.kill()
             time.sleep(_LOOK_SECONDS)
-        for number, run in stopping.items():
-            assert run.child is not None
-            self._times.ended(number, run.name, run.child.code(), run.seconds)
+        for number, run, child in stopping:
+            self._times.ended(number, run.name, child.code(), run.seconds)
 
 
 def _is_to_begin(run: TrialRun, stretch: Stretch) -> bool:
