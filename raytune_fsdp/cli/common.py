@@ -13,7 +13,7 @@ import re
 import select
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -188,6 +188,11 @@ class Parser(argparse.ArgumentParser):
         value = getattr(found, flag.removeprefix("--").replace("-", "_"))
         if value is not None and value < least:
             self.error(f"{flag} {value} must be at least {least}")
+
+    def refuse_given(self, flags: Mapping[str, bool], why: str) -> None:
+        """Refuse the first of these flags that is given. `why`: what the error says after its name."""
+        if given := [flag for flag, is_given in flags.items() if is_given]:
+            self.error(f"{given[0]} {why}")
 
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]

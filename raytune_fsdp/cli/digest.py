@@ -47,9 +47,9 @@ class _Numbers:
 
 def _digest(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    for flag in ("dtype", "merge", "base"):
-        if getattr(found, flag) and not found.as_export:
-            parser.error(f"--{flag} says how a checkpoint would be exported: add --as-export, or leave it out")
+    if not found.as_export:
+        given = {f"--{flag}": bool(getattr(found, flag)) for flag in ("dtype", "merge", "base")}
+        parser.refuse_given(given, "says how a checkpoint would be exported: add --as-export, or leave it out")
     one = _of(found.place, found)
     if found.other is None:
         _print(one, tensors=found.tensors)

@@ -76,9 +76,7 @@ def check_without(parser: ConfigParser, found: Namespace) -> None:
         "--lm-eval-limit": found.lm_eval_limit is not None, "--lm-eval-chat": found.lm_eval_chat,
         "--lm-eval-batch": found.lm_eval_batch != 1,
     }  # fmt: skip
-    for flag, is_given in given.items():
-        if is_given:
-            parser.error(f"{flag} goes with {FLAG}: name the tasks")
+    parser.refuse_given(given, f"goes with {FLAG}: name the tasks")
 
 
 def measure(found: Namespace, tasks: HarnessTasks) -> dict[str, float]:

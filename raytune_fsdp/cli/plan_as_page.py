@@ -67,9 +67,8 @@ def server_of(found: Namespace, config: FinetuneConfig, census: Census | None, w
 
 def check(parser: ConfigParser, found: Namespace) -> None:
     if not found.serve:
-        for flag, given in (("--port", found.port is not None), ("--no-browser", found.no_browser)):
-            if given:
-                parser.error(f"{flag} is for a page: give --serve, too")
+        given = {"--port": found.port is not None, "--no-browser": found.no_browser}
+        parser.refuse_given(given, "is for a page: give --serve, too")
         return
     if found.gpu is None:
         parser.error("--serve needs a device to begin with: --gpu A100-80GB")
@@ -81,8 +80,6 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         "--json": found.json, "--units": found.units, "--alternatives": found.alternatives,
         "--storage": found.storage is not None,
     }  # fmt: skip
-    for flag, given in others.items():
-        if given:
-            parser.error(f"{flag} prints, --serve shows a page: give one of the two")
+    parser.refuse_given(others, "prints, --serve shows a page: give one of the two")
     if found.port is not None and not 0 <= found.port < 1 << 16:
         parser.error(f"--port {found.port} must be 0 (any that is free) to 65535")

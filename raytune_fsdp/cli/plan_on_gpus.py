@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,20 +106,19 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         parser.error("--gpu plans one kind of GPU, --search finds one of several: give one of the two")
     if found.gpu is not None:
         gpu_of(found.gpu)  # an unknown one is refused before rows are counted
-    needs: dict[str, Callable[[], bool]] = {
-        "network": lambda: found.gpu is None and found.search is None,
-        "architecture": lambda: found.gpu is None and found.search is None,
-        "storage": lambda: found.gpu is None,
-        "price": lambda: found.gpu is None,
-        "alternatives": lambda: found.gpu is None,
-        "hours": lambda: found.search is None,
+    lacks = {
+        "network": found.gpu is None and found.search is None,
+        "architecture": found.gpu is None and found.search is None,
+        "storage": found.gpu is None,
+        "price": found.gpu is None,
+        "alternatives": found.gpu is None,
+        "hours": found.search is None,
     }
     if found.search is not None:
-        for flag in ("price", "alternatives", "storage"):
-            if getattr(found, flag):
-                parser.error(f"--{flag} is for one kind of GPU (--gpu); --search takes prices as in A100-80GB=1.8")
-    for flag, missing in needs.items():
-        if getattr(found, flag) not in (None, False) and missing():
+        given = {f"--{flag}": bool(getattr(found, flag)) for flag in ("price", "alternatives", "storage")}
+        parser.refuse_given(given, "is for one kind of GPU (--gpu); --search takes prices as in A100-80GB=1.8")
+    for flag, lacking in lacks.items():
+        if getattr(found, flag) not in (None, False) and lacking:
             instead = ", in the place of --gpu" if flag == "hours" and found.gpu else ", too"
             way = "--search A100-80GB=1.8,H100=2.9" if flag == "hours" else "--gpu A100-80GB"
             parser.error(f"--{flag} is for a plan on GPUs: name them{instead} ({way})")

@@ -67,12 +67,11 @@ def _sweep(parser: Parser, arguments: Sequence[str]) -> int:
 def _check(parser: Parser, found: Namespace) -> None:
     if found.json and not found.dry_run:
         parser.error("--json goes with --dry-run")
-    if found.price is not None and found.gpu is None:
-        parser.error("--price is for a prediction: name the device, too (--gpu A100-80GB)")
+    if found.gpu is None:
+        given = {"--price": found.price is not None, "--gpus-per-node": found.gpus_per_node is not None}
+        parser.refuse_given(given, "is for a prediction: name the device, too (--gpu A100-80GB)")
     if found.price is not None and not 0 <= found.price < math.inf:
         parser.error(f"--price {found.price} must be 0 or more")
-    if found.gpus_per_node is not None and found.gpu is None:
-        parser.error("--gpus-per-node is for a prediction: name the device, too (--gpu A100-80GB)")
     parser.check_least(found, "--gpus-per-node")
     if found.gpu is not None:
         gpu_of(found.gpu)  # an unknown one is refused before anything is read
