@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from raytune_fsdp.base.untrusted import UnsoundError, read_json
 from raytune_fsdp.config.sections.method import ALL_LINEAR
-from raytune_fsdp.convert.rules import Translation, WrongValueError, flag, number, text, whole, words
+from raytune_fsdp.convert.rules import MOST_BYTES, Translation, WrongValueError, flag, number, text, whole, words
 
 PEFT_CHOOSES = {
     **dict.fromkeys(
@@ -29,7 +29,6 @@ PEFT_CHOOSES = {
     "nemotron_h": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }  # fmt: skip
 """What PEFT adapts of a type of model where no modules are named. A test compares it with the installed PEFT."""
-_MOST_BYTES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +148,7 @@ def _as_peft_chooses(c: Translation, key: str) -> None:
 def _type_of_model(name: str) -> str | None:
     """Return the type in a model's config.json, if it is here, or one of the public models that are known offline."""
     with suppress(OSError, UnsoundError):
-        content = read_json(Path(name, "config.json"), limit=_MOST_BYTES, links=True)
+        content = read_json(Path(name, "config.json"), limit=MOST_BYTES, links=True)
         kind = content.get("model_type") if isinstance(content, dict) else None
         return kind if isinstance(kind, str) else None
     public = json.loads(files("raytune_fsdp.predict").joinpath("architectures.json").read_text(encoding="utf-8"))

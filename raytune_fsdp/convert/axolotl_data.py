@@ -7,7 +7,7 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.axolotl_kd import TYPES
-from raytune_fsdp.convert.axolotl_preferences import FIELDS, format_of_rl, rows_of_rl, template_of_rl
+from raytune_fsdp.convert.axolotl_preferences import FIELDS, TEMPLATES, format_of_rl, rows_of_rl, template_of_rl
 from raytune_fsdp.convert.preferences import JUDGED, PAIRS, TOO_LONG
 from raytune_fsdp.convert.rules import (
     Translation,
@@ -41,7 +41,6 @@ _OWN_TYPES = (
 )
 _OF_HUB = "hf://datasets/"
 _BRACES = {"{", "}"}
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
 
 
 def prepare_data(c: Translation) -> None:
@@ -289,8 +288,8 @@ def _templates(c: Translation, chats: list[dict[str, Any]]) -> None:
             c.say(key, "refused", "datasets differ: drop these, and set chat_template of each dataset in the result")
         elif name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_"):
             c.say(key, "same", "the tokenizer's own")
-        elif name in _TEMPLATES:
-            c.carry(key, "data.chat_template", _TEMPLATES[name])
+        elif name in TEMPLATES:
+            c.carry(key, "data.chat_template", TEMPLATES[name])
         elif name == "jinja":
             c.say(key, "same", "chat_template_jinja decides")
         else:

@@ -16,7 +16,8 @@ from raytune_fsdp.convert.preferences import (
 from raytune_fsdp.convert.rules import Translation, a_map, flag, in_words, leave, number, same, settled, text
 
 _ROWS = {"dpo": PAIRS, "ipo": PAIRS, "orpo": PAIRS, "simpo": PAIRS, "kto": JUDGED}
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
+TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
+"""axolotl's names of templates that come with this package."""
 _SYSTEM = {"system": "system"}
 _TYPES: dict[str, dict[str, dict[str, Any]]] = {
     PAIRS: {
@@ -127,7 +128,7 @@ def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
     made: dict[str, Any] = {"type": rows}
     if template == "chat_template":
         made |= _by_template(c, prefix, rows, variant)
-    elif template in _TEMPLATES and variant in _TYPES[rows]:
+    elif template in TEMPLATES and variant in _TYPES[rows]:
         made |= {name: column for name, column in _TYPES[rows][variant].items() if column != name or name == "system"}
     elif not kind or kind.startswith("passthrough"):
         made["style"] = "plain"
@@ -141,7 +142,7 @@ def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
 
 def template_of_rl(c: Translation, prefix: str) -> str:
     """Return the template that the name of a type begins with: `chatml.intel` has ChatML around its texts."""
-    return _TEMPLATES.get(c.get(f"{prefix}type", text, "").partition(".")[0], "") if rows_of_rl(c) else ""
+    return TEMPLATES.get(c.get(f"{prefix}type", text, "").partition(".")[0], "") if rows_of_rl(c) else ""
 
 
 def _by_template(c: Translation, prefix: str, rows: str, variant: str) -> dict[str, Any]:

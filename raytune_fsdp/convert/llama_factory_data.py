@@ -9,13 +9,12 @@ from raytune_fsdp.base.untrusted import UnsoundError, read_json, reason
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.llama_factory_preferences import format_of_stage, rows_of_stage
 from raytune_fsdp.convert.preferences import PAIRS
-from raytune_fsdp.convert.rules import NotHereError, Translation, flag, in_words, number, text, whole, words
+from raytune_fsdp.convert.rules import MOST_BYTES, NotHereError, Translation, flag, in_words, number, text, whole, words
 from raytune_fsdp.convert.runs import is_directory, rows_of
 
 TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
 """Templates of theirs that come with this package, by their names there."""
 _INFO = "dataset_info.json"
-_MAX_BYTES = 4_000_000
 # Columns and settings that our rows do not have.
 _UNKNOWN = ("history", "images", "videos", "audios")
 _COMPARED = ("chosen", "rejected", "kto_tag")
@@ -83,7 +82,7 @@ def _info(c: Translation) -> tuple[dict[str, Any] | None, Path]:
         return None, Path()
     for folder in (Path(place), c.directory / place):
         try:
-            info = read_json(folder / _INFO, limit=_MAX_BYTES, links=True)
+            info = read_json(folder / _INFO, limit=MOST_BYTES, links=True)
         except FileNotFoundError:
             continue
         except (OSError, UnsoundError, ValueError) as error:

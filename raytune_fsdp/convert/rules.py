@@ -18,6 +18,8 @@ from raytune_fsdp.config.text import Loc, Plain, spelled
 
 Fate = Literal["carried", "same", "left", "refused", "dropped", "default"]
 _LIMIT = 2**64
+MOST_BYTES = 4_000_000
+"""The most bytes of a file of another project that is read here."""
 T = TypeVar("T")
 D = TypeVar("D")
 

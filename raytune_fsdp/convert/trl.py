@@ -32,7 +32,8 @@ from raytune_fsdp.convert.sharding import sharded
 from raytune_fsdp.convert.training import TRAINING_OPTIONS, evaluates, finish_training, prepare_training
 
 _LR = 2e-5
-_LENGTH = 1024
+LENGTH = 1024
+"""The default of `max_length`, in all commands."""
 
 
 def prepare(c: Translation) -> None:
@@ -106,7 +107,7 @@ def _lengths(c: Translation) -> None:
     if key in c.given and spelled(c.given[key]) is None:
         c.say(key, "refused", "a sample has a fixed length here; give a number, such as the length of the longest row")
         return
-    c.carry_or_default(key, "data.seq_len", c.get(key, whole, _LENGTH), "max_length by default")
+    c.carry_or_default(key, "data.seq_len", c.get(key, whole, LENGTH), "max_length by default")
 
 
 def named_data(c: Translation, rows: dict[str, Any]) -> None:

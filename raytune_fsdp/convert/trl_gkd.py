@@ -19,9 +19,8 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.teachers import ALL_OTHERS, MIXED, ON_POLICY, carry_distillation, objective_in_words
 from raytune_fsdp.convert.training import TRAINING_OPTIONS
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, LENGTH, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
-_LENGTH = 1024
 _GENERATE = "write them beforehand with `raytune-fsdp generate`, and train on those rows"
 
 
@@ -40,7 +39,7 @@ def _prepare(c: Translation) -> None:
     c.tell_default("teacher.top_k", 64, f"there every token is compared, here the teacher's most likely; {ALL_OTHERS}")
     if "max_length" in c.given and spelled(c.given["max_length"]) is None:
         c.say("max_length", "refused", "a sample has a fixed length here; give a number")
-    c.carry_or_default("max_length", "data.seq_len", c.get("max_length", whole, _LENGTH), "max_length by default")
+    c.carry_or_default("max_length", "data.seq_len", c.get("max_length", whole, LENGTH), "max_length by default")
     c.default("data.long_documents", "truncate", "there the last max_length tokens stay, here the first")
     c.default("data.packing", "none", "a sample is one row there; best_fit packs several, and the steps get fewer")
     rows = {"type": "chat", "loss": "last_turn"}

@@ -35,10 +35,9 @@ from raytune_fsdp.convert.rules import (
     whole,
 )
 from raytune_fsdp.convert.training import TRAINING_OPTIONS
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, LENGTH, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
 _LR = 1e-6
-_LENGTH = 1024
 _SEES = (
     "TRL looks at the rows: this is for texts; for messages set format.style=chat, where only "
     "the answer and its end count, not what the template writes around them; see `raytune-fsdp data preview`"
@@ -57,7 +56,7 @@ def prepare_rows(
     if "max_length" in c.given and spelled(c.given["max_length"]) is None:
         why = "a sample has a fixed length here; give a number, such as the length of the longest row"
         c.say("max_length", "refused", why)
-    sample_of_two(c, "max_length", c.get("max_length", whole, _LENGTH), rows)
+    sample_of_two(c, "max_length", c.get("max_length", whole, LENGTH), rows)
     made = {"type": rows, "style": "plain"}
     c.tell_default("data.train.*.format", made, sees if rows == PAIRS else f"{sees}. {_APART}")
     c.default("data.packing", "none", "a sample is one row there; best_fit packs several, and the steps get fewer")
