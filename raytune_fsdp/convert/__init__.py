@@ -11,7 +11,7 @@
                        a table for each project: what becomes of every option, and the defaults that are not ours
     preferences.py     objectives of preferences, which four of them have; trl_preferences.py, axolotl_preferences.py,
                        llama_factory_preferences.py: what each says of them
-    scores.py          reward models; trl_reward.py, axolotl_reward.py
+    scores.py          reward models; axolotl_reward.py
     teachers.py        distillation; trl_gkd.py, axolotl_kd.py
     axolotl_left.py    options of axolotl that do not change what is learned
     axolotl_adapters.py

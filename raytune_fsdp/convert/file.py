@@ -28,8 +28,7 @@ from raytune_fsdp.convert.rules import MOST_BYTES, Project, Said, TheirOption, T
 from raytune_fsdp.convert.torchtune import TORCHTUNE
 from raytune_fsdp.convert.trl import TRL
 from raytune_fsdp.convert.trl_gkd import TRL_GKD
-from raytune_fsdp.convert.trl_preferences import TRL_CPO, TRL_DPO, TRL_KTO, TRL_ORPO
-from raytune_fsdp.convert.trl_reward import TRL_REWARD
+from raytune_fsdp.convert.trl_preferences import TRL_CPO, TRL_DPO, TRL_KTO, TRL_ORPO, TRL_REWARD
 
 _TRL = (TRL, TRL_DPO, TRL_KTO, TRL_ORPO, TRL_CPO, TRL_REWARD, TRL_GKD)
 PROJECTS = {project.name: project for project in (AXOLOTL, *_TRL, LLAMA_FACTORY, TORCHTUNE, ACCELERATE, DEEPSPEED)}

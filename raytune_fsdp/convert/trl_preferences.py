@@ -1,4 +1,4 @@
-"""TRL: convert files for `trl dpo --config` and `trl kto --config`, and those of its ORPO and CPO trainers."""
+"""TRL: convert files for `trl dpo`, `trl kto` and `trl reward --config`, and those of its ORPO and CPO trainers."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from raytune_fsdp.convert.rules import (
     TheirOption,
     Translation,
     ask,
+    carry,
     flag,
     in_words,
     leave,
@@ -34,13 +35,21 @@ from raytune_fsdp.convert.rules import (
     text,
     whole,
 )
+from raytune_fsdp.convert.scores import carry_reward, without_head
 from raytune_fsdp.convert.training import TRAINING_OPTIONS
 from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, LENGTH, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
 _LR = 1e-6
+_REWARD_LR = 1e-4
 _SEES = (
     "TRL looks at the rows: this is for texts; for messages set format.style=chat, where only "
     "the answer and its end count, not what the template writes around them; see `raytune-fsdp data preview`"
+)
+_REWARD_SEES = (
+    "TRL looks at the rows: this is for texts; for messages set format.style=chat; see `raytune-fsdp data preview`"
+)
+_REWARD_TOO_LONG = (
+    "a pair is left out there if one of its answers is longer than max_length, here if both together are than twice"
 )
 
 
@@ -140,6 +149,15 @@ def _cpo(c: Translation) -> None:
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 
+def _reward(c: Translation) -> None:
+    carry_reward(c, "center_rewards_coefficient")
+    if c.get("use_peft", flag, False):
+        without_head(c, "lora_modules_to_save")
+    prepare_rows(c, PAIRS, lr=_REWARD_LR, long=("drop", _REWARD_TOO_LONG), sees=_REWARD_SEES)
+    why = "TRL takes a column `margin` if there is one: if so, set format.margin=margin"
+    c.tell_default("data.train.*.format.margin", None, why)
+
+
 def _truncation(c: Translation, key: str) -> None:
     how = c.get(key, text, "keep_start")
     if how == "keep_end":
@@ -234,6 +252,20 @@ _CPO_OPTIONS = (
 )
 
 
+_REWARD_OPTIONS = (
+    settled("center_rewards_coefficient", "`train.objective.center`"),
+    carry("pad_token", "model.head.pad_token", text, "no text may end with it"),
+    refuse("eos_token", "a text ends with the tokenizer's own end token", off=()),
+    refuse(
+        "lora_task_type",
+        "the model has a head that scores",
+        off=("SEQ_CLS", "CAUSAL_LM"),
+        alike="the model has a head that scores",
+        here="same for SEQ_CLS, else refused",
+    ),
+)
+
+
 def project_of(
     command: str,
     about: str,
@@ -259,3 +291,4 @@ TRL_DPO = project_of("dpo", "Files for `trl dpo --config`.", _dpo, *_DPO_OPTIONS
 TRL_KTO = project_of("kto", "Files for `trl kto --config`.", _kto, *_KTO_OPTIONS)
 TRL_ORPO = project_of("orpo", "Files of an `ORPOConfig` (`trl.experimental.orpo`).", _orpo, *_ORPO_OPTIONS)
 TRL_CPO = project_of("cpo", "Files of a `CPOConfig` (`trl.experimental.cpo`), SimPO's, too.", _cpo, *_CPO_OPTIONS)
+TRL_REWARD = project_of("reward", "Files for `trl reward --config`.", _reward, *_REWARD_OPTIONS, lr=_REWARD_LR)
