@@ -10,7 +10,6 @@ from raytune_fsdp.convert.axolotl_data import DATA_OPTIONS, prepare_data
 from raytune_fsdp.convert.axolotl_kd import KD_OPTIONS, prepare_kd
 from raytune_fsdp.convert.axolotl_left import LEFT_OPTIONS, MACHINE_OPTIONS
 from raytune_fsdp.convert.axolotl_preferences import RL_OPTIONS, prepare_rl, rows_of_rl
-from raytune_fsdp.convert.axolotl_reward import REWARD_OPTIONS
 from raytune_fsdp.convert.optimizers import optimizer
 from raytune_fsdp.convert.preferences import sample_of_two
 from raytune_fsdp.convert.rules import (
@@ -317,7 +316,6 @@ AXOLOTL = Project(
         *_OPTIONS,
         *DATA_OPTIONS,
         *RL_OPTIONS,
-        *REWARD_OPTIONS,
         *KD_OPTIONS,
         *OPTIM_OPTIONS,
         *SHARED_OPTIONS,

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytune_fsdp.convert.preferences import EACH_TOKEN, JUDGED, PAIRS, carry_objective, no_dropout, tell_own_dropout
+from raytune_fsdp.convert.preferences import (
+    EACH_TOKEN,
+    JUDGED,
+    PAIRS,
+    carry_objective,
+    carry_reward,
+    no_dropout,
+    tell_own_dropout,
+)
 from raytune_fsdp.convert.rules import (
     NotHereError,
     TheirOption,
@@ -16,7 +24,6 @@ from raytune_fsdp.convert.rules import (
     refuse,
     text,
 )
-from raytune_fsdp.convert.scores import carry_reward
 
 STAGES = {"dpo": PAIRS, "kto": JUDGED, "rm": PAIRS}
 _USUAL = {

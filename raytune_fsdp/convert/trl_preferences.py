@@ -13,9 +13,11 @@ from raytune_fsdp.convert.preferences import (
     PAIRS,
     TOO_LONG,
     carry_objective,
+    carry_reward,
     losses_of_pairs,
     sample_of_two,
     turn_off_dropout,
+    without_head,
 )
 from raytune_fsdp.convert.rules import (
     Project,
@@ -35,7 +37,6 @@ from raytune_fsdp.convert.rules import (
     text,
     whole,
 )
-from raytune_fsdp.convert.scores import carry_reward, without_head
 from raytune_fsdp.convert.training import TRAINING_OPTIONS
 from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, LENGTH, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
