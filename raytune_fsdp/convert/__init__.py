@@ -13,8 +13,6 @@
                        axolotl_preferences.py, llama_factory_preferences.py: what each says of them
     teachers.py        distillation; trl_gkd.py, axolotl_kd.py
     axolotl_left.py    options of axolotl that do not change what is learned
-    axolotl_adapters.py
-                       axolotl's options of adapters
     axolotl_data.py, llama_factory_data.py
                        their datasets
     llama_factory_rows.py
