@@ -99,13 +99,13 @@ def _names(these: str) -> str:
     return " ".join(name for word in these.split() for name in _both(word))
 
 
-def _shards(c: Translation, key: str) -> None:
-    strategy(c, key, c.get(key, text, ""))
-
-
 # The options below `fsdp_config`, which most files write with a second `fsdp_` and some without.
 FSDP_OPTIONS = (
-    ask(_names("sharding_strategy reshard_after_forward"), "`parallel.strategy` (hybrid: `shard_size`, too)", _shards),
+    ask(
+        _names("sharding_strategy reshard_after_forward"),
+        "`parallel.strategy` (hybrid: `shard_size`, too)",
+        lambda c, key: strategy(c, key, c.get(key, text, "")),
+    ),
     carry(_names("offload_params"), "parallel.cpu_offload", flag),
     switch(
         _names("cpu_ram_efficient_loading"),
