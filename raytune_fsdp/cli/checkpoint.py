@@ -6,15 +6,12 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
 from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
 from raytune_fsdp.cli.runs import check_run, why_silent
-
-if TYPE_CHECKING:
-    from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 
 _POLL_SECONDS = 0.2
 _SILENT_SECONDS = 3.5
@@ -90,8 +87,6 @@ def _list(found: Namespace) -> int:
 
 
 def _verify(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.catalogue import verify
-
     damaged = 0
     there = _committed(found)
     for each in there:
@@ -116,7 +111,6 @@ def _metadata(found: Namespace) -> int:
 
 def _committed(found: Namespace) -> list[CommittedCheckpoint]:
     """Return the checkpoints of a run; print a line if there are none. Raises an error if this is not a run."""
-    from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.plan.run_dir import checkpoints_of
     from raytune_fsdp.run.places import check_places
 

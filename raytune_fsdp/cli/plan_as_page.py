@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import ConfigParser
 from raytune_fsdp.cli.plan_on_gpus import PER_NODE
+from raytune_fsdp.predict.devices import find_device, link_speed
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -44,8 +45,6 @@ def serve_plan(found: Namespace, config: FinetuneConfig, census: Census | None, 
 
 def server_of(found: Namespace, config: FinetuneConfig, census: Census | None, world: int) -> PlanServer:
     """Return the server, which listens already."""
-    from raytune_fsdp.predict.devices import find_device, link_speed
-
     # Before torch is imported, so that mistakes are reported at once.
     device = find_device(found.gpu)
     between = link_speed(found.network) if found.network else None

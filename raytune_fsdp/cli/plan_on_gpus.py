@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.cli.common import ConfigParser
+from raytune_fsdp.predict.devices import Device, device_of, find_device, link_speed, read_calibration
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.plan.plan import Plan
-    from raytune_fsdp.predict.devices import Device
     from raytune_fsdp.predict.search import Offer
 
 
@@ -49,8 +49,6 @@ def plan_on_gpus(
     """Plan the run on the GPUs that are asked for, for people and for programs; None if none are."""
     if found.gpu is None and found.search is None:
         return None
-    from raytune_fsdp.predict.devices import link_speed
-
     # Before torch is imported, so that mistakes are reported at once.
     between = link_speed(found.network) if found.network else None
     if found.search is not None:
@@ -96,8 +94,6 @@ def _check_links(parser: ConfigParser, name: str, device: Device) -> None:
 
 def gpu_of(name: str) -> Device:
     """Return a device of the table, or the one of a machine that was measured."""
-    from raytune_fsdp.predict.devices import device_of, find_device, read_calibration
-
     return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)
 
 
