@@ -238,8 +238,7 @@ def _ask(
     send: Send, check: Callable[..., list[Finding]], what: FinetuneConfig | str, name: str, hung: str, _: Deadline
 ) -> None:
     """Make a check of a server. `hung`: what to do if that does not answer."""
-    for finding in check(what, lambda asked: send(Question(name, asked, hung))):
-        send(finding)
+    send(check(what, lambda asked: send(Question(name, asked, hung))))
 
 
 def _late_token(putting: Future[Token], place: RunDir, asked: Asked) -> list[Finding]:
