@@ -107,7 +107,10 @@ _NUMBERS: dict[str, dict[str, tuple[str, float | None]]] = {
 
 def _beta(c: Translation, kind: str) -> str:
     """Return the key that sets beta: of several, axolotl takes the first (before April 2025 orpo_alpha, if there)."""
-    return c.first("trl.beta", "rl_beta", "dpo_beta", *(("orpo_alpha",) if kind == "orpo" else ()))
+    keys = ["trl.beta", "rl_beta", "dpo_beta"]
+    if kind == "orpo":
+        keys.append("orpo_alpha")
+    return c.first(*keys)
 
 
 def _dpo(c: Translation) -> None:
