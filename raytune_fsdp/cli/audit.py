@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ConfigError, Interrupted
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, by_flag, config_of_run, run_command
+from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, add_trust, by_flag, config_of_run, main_of
 from raytune_fsdp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
 
 DIFFERS = 4
 """The exit code if the segment is not what the record says; no other failure has this code."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp audit") -> int:
-    """Audit a run; return the exit code."""
-    return run_command(parser_of(prog), argv, _audit)
 
 
 def parser_of(prog: str) -> ConfigParser:
@@ -111,8 +105,7 @@ def _parsed(parser: ConfigParser, run: str | None, arguments: list[str]) -> tupl
     if run is not None:
         parser.default_config = config_of_run(Path(run))
     found, config = parser.parse_with_config(arguments)
-    if found.workers is not None and found.workers < 1:
-        parser.error(f"--workers {found.workers} must be at least 1")
+    parser.check_least(found, "--workers")
     if found.workers is not None:
         cluster = config.cluster.model_dump() | {"workers": found.workers}
         config = config.model_copy(update={"cluster": type(config.cluster).model_validate(cluster)})
@@ -153,6 +146,8 @@ def _audited(found: argparse.Namespace, part: AuditedPart) -> tuple[bool, list[s
         put_on_record(outcome, place)
     return outcome.difference is None, [printable(line) for line in report(outcome, place.path.name)]
 
+
+main = main_of("audit", parser_of, _audit)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run_command, say
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp average") -> int:
-    """Export the mean of checkpoints; return the exit code."""
-    return run_command(parser_of(prog), argv, _average)
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, main_of, say
 
 
 def parser_of(prog: str) -> Parser:
@@ -28,8 +23,7 @@ def parser_of(prog: str) -> Parser:
 
 def _average(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if found.max_file_bytes < 1000:
-        parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
+    parser.check_least(found, "--max-file-bytes", 1000)
     if found.last is not None and found.last < 2:
         parser.error(f"--last {found.last} must be at least 2; for one checkpoint, use `raytune-fsdp export`")
     from raytune_fsdp.config import ExportConfig
@@ -46,6 +40,8 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
     say(f"exported the mean of steps {steps} to {found.destination}")
     return 0
 
+
+main = main_of("average", parser_of, _average)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,14 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from raytune_fsdp.base.errors import ConfigError, DataError
 from raytune_fsdp.base.untrusted import printable, without_controls
-from raytune_fsdp.cli.common import ModelParser, run_command
+from raytune_fsdp.cli.common import ModelParser, main_of
 
 _COMMANDS = "/reset forgets what was said, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp chat") -> int:
-    """Talk until the input ends; return the exit code."""
-    return run_command(parser_of(prog), argv, _chat)
 
 
 def parser_of(prog: str) -> ModelParser:
@@ -101,6 +96,8 @@ def _piped() -> str:
         raise EOFError
     return line
 
+
+main = main_of("chat", parser_of, _chat)
 
 if __name__ == "__main__":
     raise SystemExit(main())

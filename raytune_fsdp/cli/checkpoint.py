@@ -6,24 +6,16 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError, TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed, verify
+from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
 from raytune_fsdp.cli.runs import check_run, why_silent
-
-if TYPE_CHECKING:
-    from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 
 _POLL_SECONDS = 0.2
 _SILENT_SECONDS = 3.5
 """How long `now` waits for a sign of life: a command that works on the run beats every two seconds."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp checkpoint") -> int:
-    """Ask for, list, verify or index checkpoints; return the exit code."""
-    return run_command(parser_of(prog), argv, _run)
 
 
 def parser_of(prog: str) -> Parser:
@@ -95,8 +87,6 @@ def _list(found: Namespace) -> int:
 
 
 def _verify(found: Namespace) -> int:
-    from raytune_fsdp.checkpoint.catalogue import verify
-
     damaged = 0
     there = _committed(found)
     for each in there:
@@ -121,7 +111,6 @@ def _metadata(found: Namespace) -> int:
 
 def _committed(found: Namespace) -> list[CommittedCheckpoint]:
     """Return the checkpoints of a run; print a line if there are none. Raises an error if this is not a run."""
-    from raytune_fsdp.checkpoint.catalogue import committed
     from raytune_fsdp.plan.run_dir import checkpoints_of
     from raytune_fsdp.run.places import check_places
 
@@ -133,6 +122,8 @@ def _committed(found: Namespace) -> list[CommittedCheckpoint]:
         say(f"{run} has no checkpoint in {check_run(run).checkpoints}")
     return there
 
+
+main = main_of("checkpoint", parser_of, _run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,7 +13,7 @@ import re
 import select
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -133,9 +133,16 @@ def _code_of(work: Callable[[], int]) -> int:
         return Interrupted.exit_code
 
 
-def run_command(parser: P, argv: Sequence[str] | None, command: Callable[[P, list[str]], int]) -> int:
-    """Run a command with its parser and its arguments: these, or those of the process."""
-    return exit_code(lambda: command(parser, list(sys.argv[1:] if argv is None else argv)))
+def main_of(name: str, parser_of: Callable[[str], P], work: Callable[[P, list[str]], int]) -> Callable[..., int]:
+    """Return the `main(argv, prog)` of a command, which does this work and returns the exit code.
+
+    Without arguments it takes those of the process.
+    """
+
+    def main(argv: Sequence[str] | None = None, prog: str = f"raytune-fsdp {name}") -> int:
+        return exit_code(lambda: work(parser_of(prog), list(sys.argv[1:] if argv is None else argv)))
+
+    return main
 
 
 def _output_is_read() -> bool:
@@ -173,6 +180,17 @@ class Parser(argparse.ArgumentParser):
             )
             message = f"{what}{nearest(other[2], known)}; there are {', '.join(known)}"
         raise ConfigError(f"{message} ({self.prog} --help)")
+
+    def check_least(self, found: argparse.Namespace, flag: str, least: int = 1) -> None:
+        """Refuse a number that is given by this flag and is less than the least."""
+        value = getattr(found, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and value < least:
+            self.error(f"{flag} {value} must be at least {least}")
+
+    def refuse_given(self, flags: Mapping[str, bool], why: str) -> None:
+        """Refuse the first of these flags that is given. `why`: what the error says after its name."""
+        if given := [flag for flag, is_given in flags.items() if is_given]:
+            self.error(f"{given[0]} {why}")
 
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
@@ -226,8 +244,7 @@ class ModelParser(Parser):
     ) -> tuple[argparse.Namespace, PreTrainedModel, PreTrainedTokenizerBase, torch.device]:
         """Return the arguments, and the model that they name, on this machine's device."""
         found = self.parse(arguments)
-        if found.max_new_tokens < 1:
-            self.error(f"--max-new-tokens {found.max_new_tokens} must be at least 1")
+        self.check_least(found, "--max-new-tokens")
         variables = self._variables(found.chat_template_kwargs)
         from raytune_fsdp.launch.quiet import quiet
 

@@ -10,13 +10,8 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from raytune_fsdp.cli.common import ConfigParser, Parser, run_command
+from raytune_fsdp.cli.common import ConfigParser, Parser, main_of
 from raytune_fsdp.cli.completion_scripts import SCRIPTS, CommandWords, Flag
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp completion") -> int:
-    """Print the script; return the exit code."""
-    return run_command(parser_of(prog), argv, _completion)
 
 
 def parser_of(prog: str) -> Parser:
@@ -96,6 +91,8 @@ def fields() -> Iterator[Flag]:
         values = (*place.choices, *(("true", "false") if place.allows(bool) else ()))
         yield Flag(name=name, about=entry.doc, values=values, path=path[-1] in ("path", "storage", "tokenizer"))
 
+
+main = main_of("completion", parser_of, _completion)
 
 if __name__ == "__main__":
     raise SystemExit(main())

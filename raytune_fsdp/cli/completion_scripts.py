@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytune_fsdp.cli.main import COMMANDS, PROGRAM
@@ -47,10 +47,6 @@ def _below(commands: Sequence[CommandWords]) -> dict[str, list[str]]:
         if len(each.name) > 1:
             found.setdefault(each.name[0], []).append(each.name[1])
     return found
-
-
-def _valued(flags: Sequence[Flag]) -> Iterator[Flag]:
-    return (flag for flag in flags if flag.takes)
 
 
 def _short(text: str) -> str:
@@ -133,7 +129,8 @@ def bash(commands: Sequence[CommandWords], fields: Sequence[Flag]) -> str:
         values="\n".join(
             f'        "{" ".join(each.name)} {flag.name}") words="{_words(flag.values)}" ;;'
             for each in commands
-            for flag in _valued(each.flags)
+            for flag in each.flags
+            if flag.takes
         ),
         field_values="\n".join(
             f'                {flag.name}) words="{_words(flag.values)}" ;;' for flag in fields if flag.values
@@ -214,7 +211,8 @@ def zsh(commands: Sequence[CommandWords], fields: Sequence[Flag]) -> str:
         values="\n".join(
             f"    '{' '.join(each.name)} {flag.name}')\n{values(flag, ' ' * 8)}"
             for each in commands
-            for flag in _valued(each.flags)
+            for flag in each.flags
+            if flag.takes
         ),
         field_values="\n".join(f"        {flag.name})\n{values(flag, ' ' * 12)}" for flag in fields),
         fields=_words([described(flag) for flag in fields]),

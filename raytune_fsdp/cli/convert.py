@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.cli.common import Parser, run_command, say, write_new
+from raytune_fsdp.cli.common import Parser, main_of, say, write_new
 
 _PROJECTS = (
     *("axolotl", "trl", "trl-dpo", "trl-kto", "trl-orpo", "trl-cpo", "trl-reward", "trl-gkd"),
     *("llama-factory", "torchtune", "accelerate", "deepspeed"),
 )
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp convert") -> int:
-    """Print the config, and on stderr what became of each key; return the exit code."""
-    return run_command(parser_of(prog), argv, _run)
 
 
 def parser_of(prog: str) -> Parser:
@@ -49,8 +44,7 @@ def parser_of(prog: str) -> Parser:
 
 def _run(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if found.gpus is not None and found.gpus < 1:
-        parser.error(f"--gpus {found.gpus} must be at least 1")
+    parser.check_least(found, "--gpus")
     file, drop = found.file, list(found.drop)
     if file is None:
         if len(drop) < 2 or not Path(drop[-1]).is_file():
@@ -73,6 +67,8 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
         say(f"then: raytune-fsdp data preview --config {found.out}")
     return 0
 
+
+main = main_of("convert", parser_of, _run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -53,8 +53,7 @@ def preview_parser(prog: str) -> ConfigParser:
 def _preview(arguments: Sequence[str], prog: str) -> int:
     parser = preview_parser(prog)
     found, config = parse_for_data(parser, arguments)
-    if found.samples < 1:
-        parser.error(f"--samples {found.samples} must be at least 1")
+    parser.check_least(found, "--samples")
     from raytune_fsdp.run.prepare import open_as_run
 
     with show_progress() as progress:

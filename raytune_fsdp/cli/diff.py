@@ -7,15 +7,10 @@ from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run_command
+from raytune_fsdp.cli.common import Parser, main_of
 
 PART = 1
 """The exit code for runs that part; `diff` has the same for files that differ."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp diff") -> int:
-    """Compare two runs; return the exit code."""
-    return run_command(parser_of(prog), argv, _diff)
 
 
 def parser_of(prog: str) -> Parser:
@@ -45,6 +40,8 @@ def _diff(parser: Parser, arguments: Sequence[str]) -> int:
         print(printable(sentence))
     return 0 if there.step is None else PART
 
+
+main = main_of("diff", parser_of, _diff)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raytune_fsdp.base.errors import UserError
-from raytune_fsdp.cli.common import BASE, Parser, add_trust, run_command, say
+from raytune_fsdp.cli.common import BASE, Parser, add_trust, main_of, say
 from raytune_fsdp.cli.diff import PART
 
 _MOST = 10
 """Names of tensors that are listed."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp digest") -> int:
-    """Print the digest of the numbers in a checkpoint or model, or compare two; return the exit code."""
-    return run_command(parser_of(prog), argv, _digest)
 
 
 def parser_of(prog: str) -> Parser:
@@ -52,9 +47,9 @@ class _Numbers:
 
 def _digest(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    for flag in ("dtype", "merge", "base"):
-        if getattr(found, flag) and not found.as_export:
-            parser.error(f"--{flag} says how a checkpoint would be exported: add --as-export, or leave it out")
+    if not found.as_export:
+        given = {f"--{flag}": bool(getattr(found, flag)) for flag in ("dtype", "merge", "base")}
+        parser.refuse_given(given, "says how a checkpoint would be exported: add --as-export, or leave it out")
     one = _of(found.place, found)
     if found.other is None:
         _print(one, tensors=found.tensors)
@@ -111,6 +106,8 @@ def _print(numbers: _Numbers, *, tensors: bool) -> None:
     for name, digest in sorted(numbers.tensors.items()) if tensors else ():
         say(f"  {digest}  {name}")
 
+
+main = main_of("digest", parser_of, _digest)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,12 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from raytune_fsdp.cli.common import ConfigParser, run_command
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp doctor") -> int:
-    """Print what was found; return 0, or 2 if there is a problem."""
-    return run_command(parser_of(prog), argv, _doctor)
+from raytune_fsdp.cli.common import ConfigParser, main_of
 
 
 def parser_of(prog: str) -> ConfigParser:
@@ -82,6 +77,8 @@ def _end(code: int) -> None:
         process.kill()
     os._exit(code)
 
+
+main = main_of("doctor", parser_of, _doctor)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.cli import eval_harness
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, run_command
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, TRUST, ConfigParser, add_trust, main_of
 from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, EVENTS_FILE, check_links
 from raytune_fsdp.record.console import event_in_words
@@ -24,11 +24,6 @@ from raytune_fsdp.record.names import ANSWERED, with_perplexity
 if TYPE_CHECKING:
     from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.config import FinetuneConfig
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp eval") -> int:
-    """Measure a model; return the exit code."""
-    return run_command(parser_of(prog), argv, _eval)
 
 
 def parser_of(prog: str) -> ConfigParser:
@@ -53,14 +48,15 @@ def parser_of(prog: str) -> ConfigParser:
 
 
 def _eval(parser: ConfigParser, arguments: list[str]) -> int:
-    harness = eval_harness.is_asked_for(arguments)
+    flags = {word.partition("=")[0] for word in arguments}
+    harness = eval_harness.FLAG in flags
     run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
         run = _run_of(Path(model).resolve())
         if run is not None:
             check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
-        if run is None and not harness and "--config" not in [word.partition("=")[0] for word in arguments]:
+        if run is None and not harness and "--config" not in flags:
             if not is_url(model) and not Path(model).exists():
                 parser.error(f"{model} does not exist: name a run, an export, or a Hugging Face model directory")
             parser.error(f"{model} belongs to no run: name the data with --config FILE")
@@ -70,8 +66,7 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
         return 0
     found, config = parser.parse_with_config(arguments)
     eval_harness.check_without(parser, found)
-    if found.workers < 1:
-        parser.error(f"--workers {found.workers} must be at least 1")
+    parser.check_least(found, "--workers")
     from raytune_fsdp.run.places import check_places
 
     if found.config is None and run is not None:  # the config of the run, which may be a stranger's
@@ -183,6 +178,8 @@ def _measure(
     model, tokenizer = stored.load(config, device)
     return examine(config, model, tokenizer, exam, device)
 
+
+main = main_of("eval", parser_of, _eval)
 
 if __name__ == "__main__":
     raise SystemExit(main())

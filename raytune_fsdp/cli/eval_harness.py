@@ -41,10 +41,6 @@ def add_flags(parser: ConfigParser) -> None:
     )  # fmt: skip
 
 
-def is_asked_for(arguments: Sequence[str]) -> bool:
-    return FLAG in [word.partition("=")[0] for word in arguments]
-
-
 def tasks_of(parser: ConfigParser, found: Namespace, rest: Sequence[str]) -> HarnessTasks:
     """Return the tasks that the flags describe. Refuses what says nothing to them."""
     for flag, given in (("--config", found.config is not None), ("--workers", found.workers != 1)):
@@ -55,13 +51,8 @@ def tasks_of(parser: ConfigParser, found: Namespace, rest: Sequence[str]) -> Har
     names = tuple(dict.fromkeys(name.strip() for name in found.lm_eval.split(",") if name.strip()))
     if not names:
         parser.error(f"{FLAG} needs names of tasks: {FLAG} arc_easy,mmlu")
-    for flag, value, least in (
-        ("--lm-eval-shots", found.lm_eval_shots, 0),
-        ("--lm-eval-limit", found.lm_eval_limit, 1),
-        ("--lm-eval-batch", found.lm_eval_batch, 1),
-    ):
-        if value is not None and value < least:
-            parser.error(f"{flag} {value} must be at least {least}")
+    for flag, least in (("--lm-eval-shots", 0), ("--lm-eval-limit", 1), ("--lm-eval-batch", 1)):
+        parser.check_least(found, flag, least)
     directory = found.lm_eval_tasks
     if directory is not None and not directory.is_dir():
         parser.error(f"--lm-eval-tasks {directory} is not a directory: name one with the tasks' YAML files")
@@ -85,9 +76,7 @@ def check_without(parser: ConfigParser, found: Namespace) -> None:
         "--lm-eval-limit": found.lm_eval_limit is not None, "--lm-eval-chat": found.lm_eval_chat,
         "--lm-eval-batch": found.lm_eval_batch != 1,
     }  # fmt: skip
-    for flag, is_given in given.items():
-        if is_given:
-            parser.error(f"{flag} goes with {FLAG}: name the tasks")
+    parser.refuse_given(given, f"goes with {FLAG}: name the tasks")
 
 
 def measure(found: Namespace, tasks: HarnessTasks) -> dict[str, float]:

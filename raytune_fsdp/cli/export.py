@@ -6,13 +6,8 @@ from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, run_command, say
+from raytune_fsdp.cli.common import BASE, TRUST, Parser, add_trust, main_of, say
 from raytune_fsdp.launch.signals import Signals
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp export") -> int:
-    """Export a checkpoint; return the exit code."""
-    return run_command(parser_of(prog), argv, _export)
 
 
 def parser_of(prog: str) -> Parser:
@@ -41,8 +36,7 @@ def parser_of(prog: str) -> Parser:
 
 def _export(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
-    if found.max_file_bytes < 1000:
-        parser.error(f"--max-file-bytes {found.max_file_bytes} must be at least 1000")
+    parser.check_least(found, "--max-file-bytes", 1000)
     from raytune_fsdp.checkpoint.model_files import find_checkpoint
     from raytune_fsdp.config import ExportConfig
     from raytune_fsdp.run.places import check_places
@@ -71,6 +65,8 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
         say(f"pushed to {pushed}")
     return 0
 
+
+main = main_of("export", parser_of, _export)
 
 if __name__ == "__main__":
     raise SystemExit(main())

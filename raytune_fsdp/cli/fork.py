@@ -10,7 +10,15 @@ from pathlib import Path
 from raytune_fsdp.base.errors import ConfigError, ResumeError, in_one_line
 from raytune_fsdp.cli.common import RUNS_CODE, ConfigParser, by_flag, config_of_run, say, value_in
 from raytune_fsdp.cli.train import add_training, exit_code_of_training, train
-from raytune_fsdp.plan.run_dir import CONFIG_FILE, check_links
+from raytune_fsdp.plan.run_dir import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    RunDir,
+    check_links,
+    checkpoints_of,
+    is_run,
+    names_checkpoints,
+)
 
 _UNPIN = "--unpin"
 _MOST_NAMED = 12
@@ -117,7 +125,6 @@ def _as_fork(run: Path, name: str, step: int, arguments: Sequence[str]) -> list[
 
 def _steps(run: Path) -> str:
     from raytune_fsdp.base.urls import is_url
-    from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of
     from raytune_fsdp.run.forks.parent import steps_there
 
     place = RunDir(run, checkpoints_of(run))
@@ -175,7 +182,6 @@ def _named(fork: Path) -> str:
 
 def _is_without_checkpoint(fork: Path) -> bool:
     from raytune_fsdp.checkpoint.catalogue import committed
-    from raytune_fsdp.plan.run_dir import CHECKPOINTS, is_run, names_checkpoints
 
     with suppress(OSError):
         return is_run(fork) and not names_checkpoints(fork) and not committed(str(fork / CHECKPOINTS))

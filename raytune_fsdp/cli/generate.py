@@ -6,12 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from raytune_fsdp.base.untrusted import without_controls
-from raytune_fsdp.cli.common import ModelParser, run_command
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp generate") -> int:
-    """Answer prompts; return the exit code."""
-    return run_command(parser_of(prog), argv, _generate)
+from raytune_fsdp.cli.common import ModelParser, main_of
 
 
 def parser_of(prog: str) -> ModelParser:
@@ -36,6 +31,8 @@ def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:
         print(without_controls(text), flush=True)
     return 0
 
+
+main = main_of("generate", parser_of, _generate)
 
 if __name__ == "__main__":
     raise SystemExit(main())

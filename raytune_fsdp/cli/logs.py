@@ -9,24 +9,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import LINE_BYTES, NULS, UnsoundError, open_regular, reason
-from raytune_fsdp.cli.common import Parser, run_command
+from raytune_fsdp.cli.common import Parser, main_of
 from raytune_fsdp.cli.region import clean
 from raytune_fsdp.cli.runs import check_run
-
-if TYPE_CHECKING:
-    from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.plan.run_dir import RunDir
 
 _POLL_SECONDS = 0.5
 _ALIVE = ("running", None)
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp logs") -> int:
-    """Show logs; return the exit code."""
-    return run_command(parser_of(prog), argv, _logs)
 
 
 def parser_of(prog: str) -> Parser:
@@ -133,6 +125,8 @@ class _Logs:
         except (OSError, UnsoundError) as error:
             raise ResumeError(f"{path} cannot be read: {reason(error)}") from error
 
+
+main = main_of("logs", parser_of, _logs)
 
 if __name__ == "__main__":
     raise SystemExit(main())

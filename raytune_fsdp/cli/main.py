@@ -1,7 +1,7 @@
 """`raytune-fsdp COMMAND`: find the command and hand it the rest of the line.
 
-A command is a file `raytune_fsdp/cli/<name>.py` with `main(argv, prog) -> int` and `parser_of(prog)`, and a line in
-COMMANDS. It is imported only when it is called, and imports anything heavy only when it works.
+A command is a file `raytune_fsdp/cli/<name>.py` with `parser_of(prog)` and `main(argv, prog) -> int` (`main_of`), and a
+line in COMMANDS. It is imported only when it is called, and imports anything heavy only when it works.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from raytune_fsdp.cli.common import (
     add_trust,
     check_own_code,
     checked_for_data,
-    run_command,
+    main_of,
     say_lines,
 )
 from raytune_fsdp.cli.plan_on_gpus import add_flags, check, gpu_of, plan_on_gpus
@@ -30,11 +30,6 @@ from raytune_fsdp.plan.cadence import cadence_in_words
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.plan.plan import Plan
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp plan") -> int:
-    """Print the plan; return the exit code."""
-    return run_command(parser_of(prog), argv, _plan)
 
 
 def parser_of(prog: str) -> ConfigParser:
@@ -61,9 +56,8 @@ def parser_of(prog: str) -> ConfigParser:
 
 def _plan(parser: ConfigParser, arguments: Sequence[str]) -> int:
     found, overrides = parser.parse_known_args(arguments)
-    for flag, value in (("--world-size", found.world_size), ("--samples", found.samples)):
-        if value is not None and value < 1:
-            parser.error(f"{flag} {value} must be at least 1")
+    for flag in ("--world-size", "--samples"):
+        parser.check_least(found, flag)
     if found.calibrate is not None:
         return plan_calibrate.calibrate_here(parser, found, overrides)
     found, config = parser.parse_with_config(arguments)
@@ -185,6 +179,8 @@ def _reference(config: FinetuneConfig) -> dict[str, str]:
     kept = "asked once about every row, before training, and kept beside the data"
     return {"reference": f"{which}, {kept if config.reference.when == 'before' else 'asked in every step'}"}
 
+
+main = main_of("plan", parser_of, _plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.common import ConfigParser
 from raytune_fsdp.cli.plan_on_gpus import PER_NODE
+from raytune_fsdp.predict.devices import find_device, link_speed
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -44,8 +45,6 @@ def serve_plan(found: Namespace, config: FinetuneConfig, census: Census | None, 
 
 def server_of(found: Namespace, config: FinetuneConfig, census: Census | None, world: int) -> PlanServer:
     """Return the server, which listens already."""
-    from raytune_fsdp.predict.devices import find_device, link_speed
-
     # Before torch is imported, so that mistakes are reported at once.
     device = find_device(found.gpu)
     between = link_speed(found.network) if found.network else None
@@ -67,9 +66,8 @@ def server_of(found: Namespace, config: FinetuneConfig, census: Census | None, w
 
 def check(parser: ConfigParser, found: Namespace) -> None:
     if not found.serve:
-        for flag, given in (("--port", found.port is not None), ("--no-browser", found.no_browser)):
-            if given:
-                parser.error(f"{flag} is for a page: give --serve, too")
+        given = {"--port": found.port is not None, "--no-browser": found.no_browser}
+        parser.refuse_given(given, "is for a page: give --serve, too")
         return
     if found.gpu is None:
         parser.error("--serve needs a device to begin with: --gpu A100-80GB")
@@ -81,8 +79,6 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         "--json": found.json, "--units": found.units, "--alternatives": found.alternatives,
         "--storage": found.storage is not None,
     }  # fmt: skip
-    for flag, given in others.items():
-        if given:
-            parser.error(f"{flag} prints, --serve shows a page: give one of the two")
+    parser.refuse_given(others, "prints, --serve shows a page: give one of the two")
     if found.port is not None and not 0 <= found.port < 1 << 16:
         parser.error(f"--port {found.port} must be 0 (any that is free) to 65535")

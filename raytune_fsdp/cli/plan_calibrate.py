@@ -6,12 +6,9 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.cli.common import ConfigParser
-
-if TYPE_CHECKING:
-    from raytune_fsdp.predict.devices import Calibration
+from raytune_fsdp.predict.devices import Calibration, check_writable, write_calibration
 
 
 def add_flags(parser: ConfigParser) -> None:
@@ -27,8 +24,6 @@ def calibrate_here(parser: ConfigParser, found: Namespace, overrides: list[str])
     path: Path = found.calibrate
     if found.config or overrides or found.gpu or found.search:
         parser.error(f"--calibrate {path} measures this machine and plans nothing: plan after it, with --gpu {path}")
-    from raytune_fsdp.predict.devices import check_writable, write_calibration
-
     check_writable(path)
     from raytune_fsdp.launch.environment import environment
     from raytune_fsdp.launch.quiet import ignoring_warnings, quieting

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.cli.common import ConfigParser
+from raytune_fsdp.predict.devices import Device, device_of, find_device, link_speed, read_calibration
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.plan.plan import Plan
-    from raytune_fsdp.predict.devices import Device
     from raytune_fsdp.predict.search import Offer
 
 
@@ -50,8 +49,6 @@ def plan_on_gpus(
     """Plan the run on the GPUs that are asked for, for people and for programs; None if none are."""
     if found.gpu is None and found.search is None:
         return None
-    from raytune_fsdp.predict.devices import link_speed
-
     # Before torch is imported, so that mistakes are reported at once.
     between = link_speed(found.network) if found.network else None
     if found.search is not None:
@@ -97,8 +94,6 @@ def _check_links(parser: ConfigParser, name: str, device: Device) -> None:
 
 def gpu_of(name: str) -> Device:
     """Return a device of the table, or the one of a machine that was measured."""
-    from raytune_fsdp.predict.devices import device_of, find_device, read_calibration
-
     return device_of(read_calibration(Path(name))) if name.endswith(".json") else find_device(name)
 
 
@@ -107,25 +102,23 @@ def check(parser: ConfigParser, found: Namespace) -> None:
         parser.error("--gpu plans one kind of GPU, --search finds one of several: give one of the two")
     if found.gpu is not None:
         gpu_of(found.gpu)  # an unknown one is refused before rows are counted
-    needs: dict[str, Callable[[], bool]] = {
-        "network": lambda: found.gpu is None and found.search is None,
-        "architecture": lambda: found.gpu is None and found.search is None,
-        "storage": lambda: found.gpu is None,
-        "price": lambda: found.gpu is None,
-        "alternatives": lambda: found.gpu is None,
-        "hours": lambda: found.search is None,
+    lacks = {
+        "network": found.gpu is None and found.search is None,
+        "architecture": found.gpu is None and found.search is None,
+        "storage": found.gpu is None,
+        "price": found.gpu is None,
+        "alternatives": found.gpu is None,
+        "hours": found.search is None,
     }
     if found.search is not None:
-        for flag in ("price", "alternatives", "storage"):
-            if getattr(found, flag):
-                parser.error(f"--{flag} is for one kind of GPU (--gpu); --search takes prices as in A100-80GB=1.8")
-    for flag, missing in needs.items():
-        if getattr(found, flag) not in (None, False) and missing():
+        given = {f"--{flag}": bool(getattr(found, flag)) for flag in ("price", "alternatives", "storage")}
+        parser.refuse_given(given, "is for one kind of GPU (--gpu); --search takes prices as in A100-80GB=1.8")
+    for flag, lacking in lacks.items():
+        if getattr(found, flag) not in (None, False) and lacking:
             instead = ", in the place of --gpu" if flag == "hours" and found.gpu else ", too"
             way = "--search A100-80GB=1.8,H100=2.9" if flag == "hours" else "--gpu A100-80GB"
             parser.error(f"--{flag} is for a plan on GPUs: name them{instead} ({way})")
-    if found.gpus_per_node is not None and found.gpus_per_node < 1:
-        parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
+    parser.check_least(found, "--gpus-per-node")
     for flag in ("price", "hours"):
         value = getattr(found, flag)
         if value is not None and not 0 <= value < float("inf"):

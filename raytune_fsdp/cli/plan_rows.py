@@ -78,7 +78,8 @@ class CountedRows:
         """
         estimated = []
         if self.estimated:
-            now, then = (resolved(each).to_dict() for each in (self.census, _times(self.census, 2)))
+            twice = replace(self.census, epochs=tuple(2 * samples for samples in self.census.epochs))
+            now, then = (resolved(each).to_dict() for each in (self.census, twice))
             estimated = [name for name in now if now[name] != then[name]]
             for name in ("on_gpus", "search"):
                 estimated += [f"{name}.{hours}" for hours in _HOURS if name in fields]
@@ -88,10 +89,6 @@ class CountedRows:
             **groups,
             "counted": {"rows": self.rows, "rows_read": self.read, "seconds": rounded, "estimated": estimated},
         }
-
-
-def _times(census: Census, factor: int) -> Census:
-    return replace(census, epochs=tuple(factor * samples for samples in census.epochs))
 
 
 def count_rows(

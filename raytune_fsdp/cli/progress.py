@@ -8,15 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.untrusted import printable
 from raytune_fsdp.cli.screen import screen
 from raytune_fsdp.launch.torchrun import under_torchrun
 from raytune_fsdp.record.screen_messages import PLAIN_TERMS, message
-
-if TYPE_CHECKING:
-    from raytune_fsdp.base.batch import Progress
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_MESSAGES = 0.1

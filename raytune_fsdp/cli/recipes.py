@@ -7,15 +7,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, nearest, run_command, write_new
+from raytune_fsdp.cli.common import Parser, main_of, nearest, write_new
+from raytune_fsdp.record.console import aligned
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp recipes") -> int:
-    """List, show or copy recipes; return the exit code."""
-    return run_command(parser_of(prog), argv, _run)
 
 
 def parser_of(prog: str) -> Parser:
@@ -40,9 +36,7 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
         if found.name is not None:
             parser.error(f"unexpected argument {found.name}; a recipe is shown with `show {found.name}`")
         rows = [("recipe", "columns", "what it is"), *((name, *_described(path)) for name, path in known.items())]
-        names, columns = (max(len(row[number]) for row in rows) for number in (0, 1))
-        for name, needed, about in rows:
-            print(f"{name:{names}}  {needed:{columns}}  {about}")
+        print("\n".join(aligned(rows)))
         return 0
     if found.name is None:
         parser.error(f"{found.what} needs the name of a recipe; `{parser.prog}` lists them")
@@ -94,6 +88,8 @@ def _yours(config: FinetuneConfig) -> Iterator[str]:
     if config.model.path is not None and not Path(config.model.path).exists():
         yield f"model.path: {config.model.path} comes from the hub, or give a directory"
 
+
+main = main_of("recipes", parser_of, _run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

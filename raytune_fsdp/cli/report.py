@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from raytune_fsdp.cli.common import Parser, run_command, say
+from raytune_fsdp.cli.common import Parser, main_of, say
 
 COMPARISON = "comparison.html"
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp report") -> int:
-    """Make the page; return the exit code."""
-    return run_command(parser_of(prog), argv, _report)
 
 
 def parser_of(prog: str) -> Parser:
@@ -52,6 +47,8 @@ def _report(parser: Parser, arguments: Sequence[str]) -> int:
         say(png)
     return 0
 
+
+main = main_of("report", parser_of, _report)
 
 if __name__ == "__main__":
     raise SystemExit(main())

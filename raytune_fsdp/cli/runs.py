@@ -9,22 +9,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, nearest, run_command, say
-
-if TYPE_CHECKING:
-    from raytune_fsdp.plan.run_dir import RunDir
-    from raytune_fsdp.record.report.overview import Overview
+from raytune_fsdp.cli.common import Parser, main_of, nearest, say
+from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir, check_links, checkpoints_of, is_run
+from raytune_fsdp.record.report.overview import Overview, as_json, overview
 
 _LOOK_SECONDS = 0.2
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp runs") -> int:
-    """List runs; return the exit code."""
-    return run_command(parser_of(prog), argv, _runs)
 
 
 def parser_of(prog: str) -> Parser:
@@ -45,9 +37,6 @@ def parser_of(prog: str) -> Parser:
 def _runs(parser: Parser, arguments: Sequence[str]) -> int:
     found = parser.parse(arguments)
     _check(parser, found)
-    from raytune_fsdp.plan.run_dir import check_links, is_run
-    from raytune_fsdp.record.report.overview import as_json, overview
-
     if is_run(found.storage):
         parser.error(f"{found.storage} is a run itself; its storage is {found.storage.absolute().parent}")
     if not found.storage.is_dir():
@@ -95,7 +84,6 @@ def _put_page(storage: Path, rows: Sequence[tuple[Overview, str]], place: Path |
 
 def runs_in(storage: Path) -> list[RunDir]:
     """Return the runs of a storage directory, also those that have only just begun."""
-    from raytune_fsdp.plan.run_dir import CHECKPOINTS, RunDir, is_run
     from raytune_fsdp.tune.place import SWEEP_FILE
 
     places = []
@@ -110,7 +98,6 @@ def runs_in(storage: Path) -> list[RunDir]:
 def why_silent(place: RunDir) -> str:
     """Say why a run does not answer, by its lock and its record."""
     from raytune_fsdp.launch.run_lock import holder_of
-    from raytune_fsdp.record.report.overview import overview
 
     seen, path = overview(place.path), printable(str(place.path))
     at = seen.at
@@ -126,8 +113,6 @@ def why_silent(place: RunDir) -> str:
 
 def check_run(path: Path) -> RunDir:
     """Return the run in a directory. If there is none, raises an error that names the runs nearby."""
-    from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, is_run
-
     place = RunDir(path.absolute(), str(path.absolute()))
     if is_run(path) or place.lock.is_file():
         return RunDir(path.absolute(), checkpoints_of(path.absolute()))
@@ -169,7 +154,7 @@ def states_of(places: Sequence[RunDir]) -> dict[Path, str]:
 def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
     """Return a line for every run, in columns, below a heading."""
     from raytune_fsdp.cli.region import clean
-    from raytune_fsdp.record.console import duration
+    from raytune_fsdp.record.console import aligned, duration
 
     cells = [("run", "state", "step", "loss", "best eval", "workers", "age")]
     for each, state in rows:
@@ -181,15 +166,7 @@ def table(rows: Sequence[tuple[Overview, str]]) -> list[str]:
             clean(each.path.name), state or each.ended, steps, loss, best, str(each.world or "-"),
             "-" if age is None else duration(age),
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    right = (2, 3, 5, 6)
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+    return aligned(cells, right=(2, 3, 5, 6))
 
 
 def seconds_since(moment: str | None) -> float | None:
@@ -200,6 +177,8 @@ def seconds_since(moment: str | None) -> float | None:
         return None
     return max(0.0, passed) if math.isfinite(passed) else None
 
+
+main = main_of("runs", parser_of, _runs)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from raytune_fsdp.cli.common import Parser, run_command
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp schema") -> int:
-    """Print the schema; return the exit code."""
-    return run_command(parser_of(prog), argv, _schema)
+from raytune_fsdp.cli.common import Parser, main_of
 
 
 def parser_of(prog: str) -> Parser:
@@ -24,6 +19,8 @@ def _schema(parser: Parser, arguments: Sequence[str]) -> int:
     print(json.dumps(FinetuneConfig.model_json_schema(), indent=2, ensure_ascii=False))
     return 0
 
+
+main = main_of("schema", parser_of, _schema)
 
 if __name__ == "__main__":
     raise SystemExit(main())

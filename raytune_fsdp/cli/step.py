@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.untrusted import printable, printable_json
-from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust, config_of_run, run_command
+from raytune_fsdp.cli.common import BASE, RUNS_CODE, ConfigParser, add_trust, config_of_run, main_of
 from raytune_fsdp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
 Losses = Sequence[Sequence[tuple[float, int]]]
 """The sum of its targets' losses and the number of targets, for each document of each sample."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp step") -> int:
-    """Show a step; return the exit code."""
-    return run_command(parser_of(prog), argv, _step)
 
 
 def parser_of(prog: str) -> ConfigParser:
@@ -144,13 +139,13 @@ def _documents(past: PastStep, losses: Losses | None) -> Iterator[tuple[int, int
             about: dict[str, Any] = {
                 "step": past.step,
                 "sample": number + 1,
-                "dataset": past.names[origin.dataset],
+                "dataset": past.windows.names[origin.dataset],
                 "row": origin.where,
                 "first_token": origin.first_token,
                 "tokens": document.stop - document.start,
                 "trained": int((sample.labels[document] != IGNORE).sum()),
             }
-            if role := role_of(sample, document, past.columns, past.scoring):
+            if role := role_of(sample, document, past.windows.columns, past.windows.scoring):
                 about["role"] = ", ".join(role)
             if losses is not None:
                 total, targets = losses[number][index]
@@ -186,6 +181,8 @@ def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) ->
         if text:
             yield from text_of(each.sample, documents_of(each.sample)[index], past.tokenizer, colours=colours)
 
+
+main = main_of("step", parser_of, _step)
 
 if __name__ == "__main__":
     raise SystemExit(main())

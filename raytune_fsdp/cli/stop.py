@@ -5,22 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run_command, say
+from raytune_fsdp.cli.common import Parser, main_of, say
 from raytune_fsdp.cli.runs import check_run, why_silent
-
-if TYPE_CHECKING:
-    from raytune_fsdp.plan.run_dir import RunDir
+from raytune_fsdp.plan.run_dir import RunDir, is_run
+from raytune_fsdp.record.report.overview import overview
+from raytune_fsdp.tune.place import SWEEP_FILE
 
 _POLL_SECONDS = 0.2
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp stop") -> int:
-    """Ask a run to stop, and wait until its command has ended; return the exit code."""
-    return run_command(parser_of(prog), argv, _stop)
 
 
 def parser_of(prog: str) -> Parser:
@@ -76,9 +70,6 @@ def _stop(parser: Parser, arguments: Sequence[str]) -> int:
 def _how_it_ended(place: RunDir) -> str:
     """Say how a run has stopped; raise TrainingError if something after its newest checkpoint is lost."""
     from raytune_fsdp.checkpoint.catalogue import committed
-    from raytune_fsdp.plan.run_dir import is_run
-    from raytune_fsdp.record.report.overview import overview
-    from raytune_fsdp.tune.place import SWEEP_FILE
 
     name = printable(str(place.path))
     if (place.path / SWEEP_FILE).exists():
@@ -99,6 +90,8 @@ def _how_it_ended(place: RunDir) -> str:
         )
     return f"{name} has stopped, at {at}, which is saved; the same command continues it"
 
+
+main = main_of("stop", parser_of, _stop)
 
 if __name__ == "__main__":
     raise SystemExit(main())

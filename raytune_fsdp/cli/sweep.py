@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, add_trust, run_command, say
+from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
+from raytune_fsdp.cli.plan_on_gpus import PER_NODE, gpu_of
 
 if TYPE_CHECKING:
     from raytune_fsdp.config import FinetuneConfig
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from raytune_fsdp.tune.sweep import SweepResult
 
 DEMO = "demo"
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp sweep") -> int:
-    """Run a sweep; return the exit code."""
-    return run_command(parser_of(prog), argv, _sweep)
 
 
 def parser_of(prog: str) -> Parser:
@@ -71,25 +67,20 @@ def _sweep(parser: Parser, arguments: Sequence[str]) -> int:
 def _check(parser: Parser, found: Namespace) -> None:
     if found.json and not found.dry_run:
         parser.error("--json goes with --dry-run")
-    if found.price is not None and found.gpu is None:
-        parser.error("--price is for a prediction: name the device, too (--gpu A100-80GB)")
+    if found.gpu is None:
+        given = {"--price": found.price is not None, "--gpus-per-node": found.gpus_per_node is not None}
+        parser.refuse_given(given, "is for a prediction: name the device, too (--gpu A100-80GB)")
     if found.price is not None and not 0 <= found.price < math.inf:
         parser.error(f"--price {found.price} must be 0 or more")
-    if found.gpus_per_node is not None and found.gpu is None:
-        parser.error("--gpus-per-node is for a prediction: name the device, too (--gpu A100-80GB)")
-    if found.gpus_per_node is not None and found.gpus_per_node < 1:
-        parser.error(f"--gpus-per-node {found.gpus_per_node} must be at least 1")
+    parser.check_least(found, "--gpus-per-node")
     if found.gpu is not None:
-        from raytune_fsdp.cli.plan_on_gpus import gpu_of
-
         gpu_of(found.gpu)  # an unknown one is refused before anything is read
 
 
 def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfig], scheduler: Scheduler) -> None:
     """Say what the sweep takes, before anything is started: as far as that is known, unless nothing else is asked."""
     from raytune_fsdp.base.errors import ConfigError, in_one_line
-    from raytune_fsdp.cli.plan_on_gpus import PER_NODE, gpu_of
-    from raytune_fsdp.tune.cost import as_data, cost_of, in_words
+    from raytune_fsdp.tune.cost import cost_of, in_words
     from raytune_fsdp.tune.place import SweepDir
 
     gpu = None if found.gpu is None else gpu_of(found.gpu)
@@ -102,7 +93,7 @@ def _say_cost(found: Namespace, spec: SweepSpec, configs: Sequence[FinetuneConfi
         return
     cost = cost_of(spec, scheduler, configs, census, gpu=gpu, per_node=found.gpus_per_node or PER_NODE)
     if found.json:
-        print(json.dumps(as_data(cost)))
+        print(json.dumps(asdict(cost)))
         return
     for line in in_words(spec, cost, found.price, begun=SweepDir.of(spec).log.exists()):
         say(line)
@@ -140,5 +131,7 @@ def _say_result(spec: SweepSpec, result: SweepResult) -> None:
     say(f"retrain    {again}")
 
 
+main = main_of("sweep", parser_of, _sweep)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

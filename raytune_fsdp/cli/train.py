@@ -11,15 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.hushed import VERBOSE, speak
 from raytune_fsdp.base.leaving import leave
 from raytune_fsdp.cli.common import ConfigParser, add_trust, exit_code, say, say_lines
 from raytune_fsdp.cli.progress import show_progress
-
-if TYPE_CHECKING:
-    from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig
 
 _WAITING = ("save-", "storage")
 """Prefixes of the names of threads that wait for storage."""

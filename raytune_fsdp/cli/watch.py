@@ -7,32 +7,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytune_fsdp.base.errors import Interrupted, TrainingError
 from raytune_fsdp.base.measured import StepMetrics
 from raytune_fsdp.base.untrusted import printable
-from raytune_fsdp.cli.common import Parser, run_command, say
+from raytune_fsdp.cli.common import Parser, main_of, say
 from raytune_fsdp.cli.progress import show_progress
 from raytune_fsdp.cli.runs import check_run
+from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import ConsoleTracker
 from raytune_fsdp.record.lines import metrics_of, step_of
+from raytune_fsdp.record.report.overview import last_step, overview, steps_of
 from raytune_fsdp.record.screen_messages import tell
 from raytune_fsdp.record.tail import EventFollower, RecordFollower
 from raytune_fsdp.record.tracker import RunStart
 
-if TYPE_CHECKING:
-    from raytune_fsdp.plan.run_dir import RunDir
-
 _POLL_SECONDS = 0.5
 _STEPS_BEFORE, _EVENTS_BEFORE = 200, 5
 """The most steps and events from before that are shown."""
-
-
-def main(argv: Sequence[str] | None = None, prog: str = "raytune-fsdp watch") -> int:
-    """Follow a run; return the exit code: that of the run's command, or 0 after Ctrl-C."""
-    return run_command(parser_of(prog), argv, _watch)
 
 
 def parser_of(prog: str) -> Parser:
@@ -44,9 +38,9 @@ def parser_of(prog: str) -> Parser:
 
 
 def _watch(parser: Parser, arguments: Sequence[str]) -> int:
+    """Follow a run; return the exit code of its command, or 0 after Ctrl-C."""
     place = check_run(parser.parse(arguments).run)
     from raytune_fsdp.launch.run_lock import Signs
-    from raytune_fsdp.record.report.overview import overview
 
     signs = Signs(place)
     state = signs.look()
@@ -83,8 +77,6 @@ class _Watched:
     """A run that is shown as its own command shows it."""
 
     def __init__(self, place: RunDir) -> None:
-        from raytune_fsdp.record.report.overview import last_step, steps_of
-
         self._place = place
         self._steps = steps_of(place.path)
         newest = last_step(place.metrics)
@@ -146,6 +138,8 @@ class _Watched:
         if self._tracker is not None:
             self._tracker.finish("handed_over")
 
+
+main = main_of("watch", parser_of, _watch)
 
 if __name__ == "__main__":
     raise SystemExit(main())

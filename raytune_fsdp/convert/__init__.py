@@ -9,13 +9,10 @@
     deepspeed.py       options of DeepSpeed in axolotl, TRL and LLaMA-Factory, and its own file
     axolotl.py, trl.py, llama_factory.py, torchtune.py, accelerate.py
                        a table for each project: what becomes of every option, and the defaults that are not ours
-    preferences.py     objectives of preferences, which four of them have; trl_preferences.py, axolotl_preferences.py,
-                       llama_factory_preferences.py: what each says of them
-    scores.py          reward models; trl_reward.py, axolotl_reward.py
+    preferences.py     objectives of preferences and of reward models, which four of them have; trl_preferences.py,
+                       axolotl_preferences.py, llama_factory_preferences.py: what each says of them
     teachers.py        distillation; trl_gkd.py, axolotl_kd.py
     axolotl_left.py    options of axolotl that do not change what is learned
-    axolotl_adapters.py
-                       axolotl's options of adapters
     axolotl_data.py, llama_factory_data.py
                        their datasets
     llama_factory_rows.py

@@ -62,8 +62,7 @@ def _mesh(c: Translation) -> None:
         c.put("parallel.strategy", "replicate", keys["dp_replicate"])
     how = in_words("parallel.strategy", c.fields.get("parallel.strategy", "full_shard"))
     size = f", parallel.shard_size={shard}" if copies > 1 and shard > 1 else ""
-    for axis in ("dp_replicate", "dp_shard"):
-        c.say(keys[axis], "carried", how + size)
+    c.say_all((keys["dp_replicate"], keys["dp_shard"]), "carried", how + size)
 
 
 def _distributed(c: Translation) -> None:
@@ -90,7 +89,7 @@ def _distributed(c: Translation) -> None:
         strategy(c, "distributed_type", "no_shard")
         if kind == "MULTI_CPU":
             c.put("cluster.device", "cpu", "distributed_type")
-    if kind not in ("FSDP", "DEEPSPEED", "MULTI_GPU", "MULTI_CPU"):
+    else:
         c.say("distributed_type", "refused", "a run is spread by FSDP, on GPUs or CPUs; set parallel.strategy")
     c.say("distributed_type", "carried", in_words("parallel.strategy", c.fields.get("parallel.strategy", "full_shard")))
     _offload(c)
@@ -102,8 +101,7 @@ def _offload(c: Translation) -> None:
     moved = any(c.get(key, text, "none").lower() not in ("none", "no", "false") for key in keys)
     if any(key in c.given for key in keys):
         c.put("parallel.cpu_offload", moved)
-    for key in keys:
-        c.say(key, "carried" if moved else "same", f"parallel.cpu_offload={str(moved).lower()}")
+    c.say_all(keys, "carried" if moved else "same", f"parallel.cpu_offload={str(moved).lower()}")
 
 
 def _precision(c: Translation) -> None:
@@ -118,10 +116,6 @@ def _precision(c: Translation) -> None:
         c.carry("fp16", "parallel.precision", "fp16")
     c.say("fp16", "same", "mixed_precision decides")
     c.default("parallel.precision", "fp32", "mixed_precision by default; a training script may have set another")
-
-
-def finish(c: Translation) -> None:
-    """Do nothing: all defaults of accelerate are ours."""
 
 
 def _compiler(c: Translation, key: str) -> None:
@@ -212,7 +206,6 @@ ACCELERATE = Project(
     "so the result is a part of a config: put it into one. Options of accelerate 1.15, with FSDP 1, FSDP 2 or "
     "DeepSpeed.",
     options=table(*_OPTIONS),
-    prepare=prepare,
-    finish=finish,
+    prepare=prepare,  # and nothing to finish: all defaults of accelerate are ours
     fragment=True,
 )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from raytune_fsdp.base.untrusted import UnsoundError, read_json
 from raytune_fsdp.config.sections.method import ALL_LINEAR
-from raytune_fsdp.convert.rules import Translation, WrongValueError, flag, number, text, whole, words
+from raytune_fsdp.convert.rules import MOST_BYTES, Translation, WrongValueError, flag, number, text, whole, words
 
 PEFT_CHOOSES = {
     **dict.fromkeys(
@@ -29,7 +29,6 @@ PEFT_CHOOSES = {
     "nemotron_h": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }  # fmt: skip
 """What PEFT adapts of a type of model where no modules are named. A test compares it with the installed PEFT."""
-_MOST_BYTES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +80,7 @@ def base_of_flags(c: Translation, *, beside_adapters: bool, way_out: str) -> Qua
             c.say(key, "refused", f"weights are quantized only under adapters: {way_out}")
         elif len(asked) > 1:
             c.say(key, "refused", "4 bits and 8 bits are asked for: drop one of the two")
-    for key in {"load_in_4bit", "load_in_8bit"}.difference(asked):
-        c.say(key, "same", "off")
+    c.say_all({"load_in_4bit", "load_in_8bit"}.difference(asked), "same", "off")
     if not asked or not beside_adapters:
         return None
     return Quantized(asked[0], "nf4" if asked[0] == "load_in_4bit" else "int8")
@@ -150,7 +148,7 @@ def _as_peft_chooses(c: Translation, key: str) -> None:
 def _type_of_model(name: str) -> str | None:
     """Return the type in a model's config.json, if it is here, or one of the public models that are known offline."""
     with suppress(OSError, UnsoundError):
-        content = read_json(Path(name, "config.json"), limit=_MOST_BYTES, links=True)
+        content = read_json(Path(name, "config.json"), limit=MOST_BYTES, links=True)
         kind = content.get("model_type") if isinstance(content, dict) else None
         return kind if isinstance(kind, str) else None
     public = json.loads(files("raytune_fsdp.predict").joinpath("architectures.json").read_text(encoding="utf-8"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
+from raytune_fsdp.config.sections.method import ALL_LINEAR
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.axolotl_adapters import METHOD_OPTIONS, prepare_method
+from raytune_fsdp.convert.adapters import Lora, Quantized, base_of_flags, carry_lora
 from raytune_fsdp.convert.axolotl_data import DATA_OPTIONS, prepare_data
 from raytune_fsdp.convert.axolotl_kd import KD_OPTIONS, prepare_kd
 from raytune_fsdp.convert.axolotl_left import LEFT_OPTIONS, MACHINE_OPTIONS
 from raytune_fsdp.convert.axolotl_preferences import RL_OPTIONS, prepare_rl, rows_of_rl
-from raytune_fsdp.convert.axolotl_reward import REWARD_OPTIONS
 from raytune_fsdp.convert.optimizers import optimizer
 from raytune_fsdp.convert.preferences import sample_of_two
 from raytune_fsdp.convert.rules import (
@@ -22,6 +22,7 @@ from raytune_fsdp.convert.rules import (
     flag,
     leave,
     number,
+    part,
     plain,
     refuse,
     same,
@@ -44,7 +45,7 @@ from raytune_fsdp.convert.runs import (
 )
 from raytune_fsdp.convert.schedules import schedule, warmup
 from raytune_fsdp.convert.sharding import FP8, activation_checkpointing, sharded
-from raytune_fsdp.convert.training import OPTIM_OPTIONS, SHARED_OPTIONS, early_stopping, say_precision
+from raytune_fsdp.convert.training import OPTIM_OPTIONS, SHARED_OPTIONS, early_stopping
 
 _ATTENTION_SWITCHES = {
     "sdp_attention": "sdpa",
@@ -52,6 +53,11 @@ _ATTENTION_SWITCHES = {
     "flex_attention": "flex_attention",
 }
 _OFFLOADING = ("offload", "offload_disk", "unsloth")
+_LORA = Lora(
+    owner="adapter", rank="lora_r", alpha="lora_alpha", dropout="lora_dropout", targets="lora_target_modules",
+    saved="lora_modules_to_save", parameters="lora_target_parameters", stabilized="peft_use_rslora",
+    dora="peft_use_dora", ratio="loraplus_lr_ratio", adapter="lora_model_dir", defaults=(8, 8, 0.0),
+)  # fmt: skip
 
 
 def prepare(c: Translation) -> None:
@@ -59,7 +65,7 @@ def prepare(c: Translation) -> None:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     prepare_rl(c)
     prepare_kd(c)
-    prepare_method(c)
+    _method(c)
     length(c, "num_epochs", default=1.0)
     # The batch of one GPU. Ranks that share the tokens or the weights of a batch do not add to it.
     shared = 1
@@ -103,13 +109,35 @@ def prepare(c: Translation) -> None:
     _precision(c)
     if rows := rows_of_rl(c):
         sample_of_two(c, "sequence_len", c.get("sequence_len", whole, 512), rows)
-    c.carry("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512))
-    c.default("data.seq_len", 512, "sequence_len by default")
+    c.carry_or_default("sequence_len", "data.seq_len", c.get("sequence_len", whole, 512), "sequence_len by default")
     packed = "best_fit" if c.get("sample_packing", flag, False) else "none"
-    c.carry("sample_packing", "data.packing", packed)
-    if packed == "none":
-        c.default("data.packing", "none", "sample_packing is off by default")
+    c.carry_or_default("sample_packing", "data.packing", packed, "sample_packing is off by default")
     prepare_data(c)
+
+
+def _method(c: Translation) -> None:
+    """Settle what the options of adapters and of their base say together.
+
+    In axolotl of July 2026 `qlora` alone means 4 bits, and so does `lora` with load_in_4bit.
+    """
+    kind = c.get("adapter", text, "")
+    quantized = base_of_flags(c, beside_adapters=kind in ("lora", "qlora"), way_out="write adapter: qlora in the file")
+    if kind not in ("lora", "qlora"):
+        c.say("adapter", "refused", f"{kind} is not here; lora and qlora are")
+        return
+    if kind == "qlora":
+        if "load_in_4bit" in c.given and quantized is None:
+            c.say("adapter", "refused", "load_in_4bit is off: write adapter: lora in the file, or load_in_4bit: true")
+        elif quantized is not None and quantized.kind == "int8":
+            c.say(quantized.key, "refused", "qlora has 4 bits: write adapter: lora for 8")
+        quantized = quantized or Quantized("load_in_4bit", "nf4")
+    if c.get("lora_target_linear", flag, False):
+        if c.get("lora_target_modules", words, []):
+            c.say("lora_target_modules", "refused", "lora_target_linear names all linear layers: drop one of the two")
+        c.carry("lora_target_linear", "method.target_modules", ALL_LINEAR)
+    for key in ("lora_r", "lora_alpha"):
+        c.refuse_unsaid(key, "adapters need it: write it in the file")
+    carry_lora(c, _LORA, quantized)
 
 
 def _cadence(c: Translation, field: str, per_epoch: str, strategy: str, steps: str) -> None:
@@ -118,8 +146,7 @@ def _cadence(c: Translation, field: str, per_epoch: str, strategy: str, steps: s
         cadence(c, field, strategy, steps, without="steps", every=None)
         return
     times_per_epoch(c, field, per_epoch, c.get(per_epoch, whole, 0))
-    for key in (strategy, steps):
-        c.say(key, "left", f"{per_epoch} decides")
+    c.say_all((strategy, steps), "left", f"{per_epoch} decides")
 
 
 def _precision(c: Translation) -> None:
@@ -137,9 +164,8 @@ def _precision(c: Translation) -> None:
         bf16 = False
     found = ("bf16" if sharded(c) or "method.type" in c.fields else "bf16_pure") if bf16 else "fp16" if fp16 else "fp32"
     note = "weights in bf16, too, as without FSDP and DeepSpeed there" if found == "bf16_pure" else ""
-    for key in ("bf16", "bfloat16"):
-        c.carry(key, "parallel.precision", found, note)
-    say_precision(c, found, "fp16", "float16", "float32")
+    c.carry_all(("bf16", "bfloat16"), "parallel.precision", found, note)
+    c.carry_all(("fp16", "float16", "float32"), "parallel.precision", found)
     if found != "bf16":
         c.default("parallel.precision", found, f"bf16=auto by default{note and f': {note}'}")
 
@@ -204,6 +230,34 @@ def _dropped_rows(c: Translation, key: str) -> None:
         c.say(key, "refused", "short rows are not dropped: leave them out of the files")
 
 
+_METHOD_OPTIONS = (
+    settled("adapter", "`method.type: lora` or `qlora`; others refused"),
+    settled("load_in_4bit load_in_8bit", "`method.type: qlora`, `method.quantization: nf4` or `int8`; alone refused"),
+    settled("lora_r lora_alpha lora_dropout", "`method.rank`, `alpha`, `dropout`"),
+    settled("lora_target_linear lora_target_modules", "`method.target_modules`"),
+    settled("lora_target_parameters lora_modules_to_save", "`method.target_parameters`, `modules_to_save`"),
+    settled("loraplus_lr_ratio peft_use_dora peft_use_rslora", "`method.lr_ratio`, `dora`, `rank_stabilized`"),
+    settled("lora_model_dir", "`method.adapter`"),
+    same("lora_fan_in_fan_out peft_ensure_weight_tying", "as the network has it"),
+    same(
+        "peft_autocast_adapter_dtype",
+        "adapters are fp32",
+    ),
+    leave("loraplus_lr_embedding", "only for adapters of embeddings"),
+    leave(
+        "lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel merge_lora merge_method "
+        "qlora_sharded_model_loading",
+        "it does not change what is learned",
+    ),
+    part(
+        "lora_rank_pattern lora_alpha_pattern peft peft_layers_to_transform peft_layers_pattern peft_layer_replication "
+        "peft_init_lora_weights peft_trainable_token_indices loftq_config bnb_config_kwargs",
+        "adapter",
+        lambda c: "adapter" in c.given,
+    ),
+)
+
+
 _OPTIONS = (
     carry("base_model", "model.path", text),
     ask("base_model_config", "same, if it is the model's; else refused", _base_config),
@@ -220,7 +274,7 @@ _OPTIONS = (
         "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model",
         "the model's config says what it is",
     ),
-    *METHOD_OPTIONS,
+    *_METHOD_OPTIONS,
     refuse("gptq", "a base that is stored quantized by GPTQ is not here"),
     refuse("model_quantization_config", "say it by load_in_4bit or load_in_8bit"),
     leave("model_quantization_config_kwargs", "means nothing without model_quantization_config, which is refused"),
@@ -322,7 +376,6 @@ AXOLOTL = Project(
         *_OPTIONS,
         *DATA_OPTIONS,
         *RL_OPTIONS,
-        *REWARD_OPTIONS,
         *KD_OPTIONS,
         *OPTIM_OPTIONS,
         *SHARED_OPTIONS,

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.axolotl_kd import type_of
-from raytune_fsdp.convert.axolotl_preferences import FIELDS, format_of_rl, rows_of_rl, template_of_rl
+from raytune_fsdp.convert.axolotl_kd import TYPES
+from raytune_fsdp.convert.axolotl_preferences import FIELDS, TEMPLATES, format_of_rl, rows_of_rl, template_of_rl
 from raytune_fsdp.convert.preferences import JUDGED, PAIRS, TOO_LONG
 from raytune_fsdp.convert.rules import (
     Translation,
@@ -41,7 +41,6 @@ _OWN_TYPES = (
 )
 _OF_HUB = "hf://datasets/"
 _BRACES = {"{", "}"}
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
 
 
 def prepare_data(c: Translation) -> None:
@@ -149,8 +148,7 @@ def _dataset(c: Translation, prefix: str, ours: str, kind: str) -> dict[str, Any
     else:
         part_of_files(c, f"{prefix}split", found)
     where = in_words(ours, found)
-    for key in ("path", "data_files", "name", "revision", "split"):
-        c.say(f"{prefix}{key}", "carried", where)
+    c.say_all((f"{prefix}{key}" for key in ("path", "data_files", "name", "revision", "split")), "carried", where)
     found["format"] = _format(c, prefix, kind)
     if template := template_of_rl(c, prefix):
         found["chat_template"] = template
@@ -178,7 +176,7 @@ def _format(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
     if own:
         return _own_type(c, f"{prefix}type.")
     key = f"{prefix}type"
-    kind = type_of(c.get(key, text, kind))
+    kind = c.get(key, text, kind).removeprefix(TYPES)
     everything = {"loss": "all"} if c.get("train_on_inputs", flag, False) else {}
     made: dict[str, Any]
     if kind in ("chat_template", "sharegpt"):
@@ -188,8 +186,7 @@ def _format(c: Translation, prefix: str, kind: str) -> dict[str, Any]:
     elif kind in ("completion", "pretrain"):
         column = c.get(f"{prefix}field", text, c.get(f"{prefix}text_column", text, "text"))
         made = {"type": "completion", "text": column}
-        for each in ("field", "text_column"):
-            c.say(f"{prefix}{each}", "carried", in_words("format.text", column))
+        c.say_all((f"{prefix}field", f"{prefix}text_column"), "carried", in_words("format.text", column))
     elif not kind:
         made = {"type": "tokens"}
         c.tell_default(f"{prefix}type", None, "rows that are tokenized already: format.type=tokens")
@@ -260,8 +257,8 @@ def _own_type(c: Translation, prefix: str) -> dict[str, Any]:
     elif system and _BRACES & set(around.replace("{system}", "")):
         why = "system_format has more in braces than {system}"
     if why:
-        for key in keys:
-            c.say(key, "refused", f"{why}; see `format` of types template and python", prefix.removesuffix(".type."))
+        why += "; see `format` of types template and python"
+        c.say_all(keys, "refused", why, prefix.removesuffix(".type."))
         return {"type": "template", "prompt": "", "completion": "{output}"}
     before = around.replace("{system}", system) if system else ""
     made = {
@@ -275,8 +272,7 @@ def _own_type(c: Translation, prefix: str) -> dict[str, Any]:
     if not system:
         c.say(f"{prefix}system_format", "left", "means nothing without a system text")
         c.say(f"{prefix}system_prompt", "same", "no system text")
-    for key in keys:
-        c.say(key, "carried", in_words("format", made))
+    c.say_all(keys, "carried", in_words("format", made))
     return made
 
 
@@ -292,8 +288,8 @@ def _templates(c: Translation, chats: list[dict[str, Any]]) -> None:
             c.say(key, "refused", "datasets differ: drop these, and set chat_template of each dataset in the result")
         elif name == "tokenizer_default" or name.startswith("tokenizer_default_fallback_"):
             c.say(key, "same", "the tokenizer's own")
-        elif name in _TEMPLATES:
-            c.carry(key, "data.chat_template", _TEMPLATES[name])
+        elif name in TEMPLATES:
+            c.carry(key, "data.chat_template", TEMPLATES[name])
         elif name == "jinja":
             c.say(key, "same", "chat_template_jinja decides")
         else:
@@ -314,9 +310,8 @@ def _tokens(c: Translation, only_chats: bool) -> None:
     ends = [f"special_tokens.{each}" for each in ("bos_token", "eos_token", "unk_token")]
     if only_chats:
         named += ends
-    for key in ends:
-        if not only_chats:
-            c.say(key, "refused", "the tokenizer's own stands around a text")
+    else:
+        c.say_all(ends, "refused", "the tokenizer's own stands around a text")
     # A dict, because no token may be named twice.
     added: dict[str, dict[str, Any]] = {}
     for each in [*c.get(special, words, []), *(c.get(key, text, "") for key in named)]:
@@ -324,8 +319,7 @@ def _tokens(c: Translation, only_chats: bool) -> None:
             added.setdefault(each, {"text": each, "special": True})
     for each in c.get("tokens", words, []):
         added.setdefault(each, {"text": each})
-    for key in (special, "tokens"):
-        c.carry(key, "model.add_tokens", list(added.values()))
+    c.carry_all((special, "tokens"), "model.add_tokens", list(added.values()))
     for key in named:
         note = "what is a token already stays as it is" + (
             "" if key.endswith("pad_token") else "; the chat template says where it stands"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from raytune_fsdp.convert.rules import Translation, ask, flag, leave, number, refuse, settled, whole
 from raytune_fsdp.convert.teachers import ALL_OTHERS, MIXED, NAME_IT, carry_distillation, objective_in_words
 
-_TYPES = "axolotl.integrations.kd."
+TYPES = "axolotl.integrations.kd."
+"""What the type of a dataset's rows begins with, if it has a teacher's part."""
 _OF_K = "there both are made to sum to 1 over the k tokens"
 _WITHOUT = "means nothing without kd_trainer"
 
@@ -28,8 +29,7 @@ def prepare_kd(c: Translation) -> None:
         c.say("kd_beta", "refused", MIXED)
         beta = 0
     carry_distillation(c, beta, weight, c.get("kd_ce_alpha", number, 0.0))
-    for key in ("kd_alpha", "kd_ce_alpha", "kd_beta"):
-        c.say(key, "carried", objective_in_words(c))
+    c.say_all(("kd_alpha", "kd_ce_alpha", "kd_beta"), "carried", objective_in_words(c))
     c.carry("kd_temperature", "teacher.temperature", c.get("kd_temperature", number, 1.0))
     c.carry("kd_online_topk", "teacher.top_k", c.get("kd_online_topk", whole, 64))
     c.tell_default("teacher.top_k", c.fields.get("teacher.top_k", 64), f"{_OF_K}; here, {ALL_OTHERS}")
@@ -38,11 +38,6 @@ def prepare_kd(c: Translation) -> None:
     else:
         c.put("teacher.model", c.teacher, "--teacher")
         c.say("kd_trainer", "carried", f"train.objective.type=distill, teacher.model={c.teacher}")
-
-
-def type_of(kind: str) -> str:
-    """Return the type of a dataset's rows without the teacher's part."""
-    return kind.removeprefix(_TYPES)
 
 
 def _predictions(c: Translation, key: str) -> None:

@@ -1,22 +1,37 @@
-"""Convert axolotl's `rl: dpo | ipo | kto | orpo | simpo`: its objective, and the types of its datasets."""
+"""Convert axolotl's `rl: dpo | ipo | kto | orpo | simpo` and `reward_model`: objectives, and types of datasets."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from raytune_fsdp.convert.axolotl_reward import format_of_reward, prepare_reward, trains_rewards
 from raytune_fsdp.convert.preferences import (
     JUDGED,
     PAIRS,
     carry_objective,
+    carry_reward,
     losses_of_pairs,
     no_dropout,
     tell_own_dropout,
+    without_head,
 )
-from raytune_fsdp.convert.rules import Translation, a_map, flag, in_words, leave, number, same, settled, text
+from raytune_fsdp.convert.rules import (
+    Translation,
+    a_map,
+    ask,
+    flag,
+    in_words,
+    leave,
+    number,
+    refuse,
+    same,
+    settled,
+    text,
+    whole,
+)
 
 _ROWS = {"dpo": PAIRS, "ipo": PAIRS, "orpo": PAIRS, "simpo": PAIRS, "kto": JUDGED}
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
+TEMPLATES = {"chatml": "chatml", "llama3": "llama-3"}
+"""axolotl's names of templates that come with this package."""
 _SYSTEM = {"system": "system"}
 _TYPES: dict[str, dict[str, dict[str, Any]]] = {
     PAIRS: {
@@ -44,15 +59,15 @@ FIELDS = (*_OWN, *(f"type.{key}" for key in (*_OWN, *_OWN_TEXTS)))
 
 def rows_of_rl(c: Translation) -> str:
     """Return the type of rows that `rl` or `reward_model` is of; an empty text for supervised training."""
-    if trains_rewards(c):
+    if _trains_rewards(c):
         return PAIRS
     return _ROWS.get(c.get("rl", text, ""), "")
 
 
 def prepare_rl(c: Translation) -> None:
     """Carry the objective, and settle what it says of adapters."""
-    if trains_rewards(c):
-        prepare_reward(c)
+    if _trains_rewards(c):
+        _prepare_reward(c)
         return
     kind = c.get("rl", text, "")
     if not kind:
@@ -70,7 +85,10 @@ def prepare_rl(c: Translation) -> None:
         )
         c.say("lora_model_dir", "refused", why)
     c.say("train_on_inputs", "left", "with rl the answers alone count, there too")
-    {"dpo": _dpo, "ipo": _ipo, "kto": _kto, "orpo": _orpo, "simpo": _simpo}[kind](c)
+    if kind == "dpo":
+        _dpo(c)
+    else:
+        carry_objective(c, kind, {"beta": (_beta(c, kind), 0.1), **_NUMBERS[kind]})
     c.say("rl", "carried", in_words("train.objective", c.fields["train.objective"]))
     if c.get("dpo_use_weighting", flag, False):
         c.say("dpo_use_weighting", "refused", "pairs have weights of their own only (format.weight)")
@@ -78,14 +96,26 @@ def prepare_rl(c: Translation) -> None:
         c.say("max_prompt_len", "refused", "prompts have no limit of their own; see data.long_documents")
 
 
-def _beta(c: Translation, *more: str) -> str:
+_NUMBERS: dict[str, dict[str, tuple[str, float | None]]] = {
+    "ipo": {},
+    "kto": {f"{each}_weight": (f"kto_{each}_weight", 1.0) for each in ("desirable", "undesirable")},
+    "orpo": {},
+    "simpo": {"gamma": ("simpo_gamma", 0.5), "sft.weight": ("cpo_alpha", 1.0)},
+}
+"""What other objectives have besides beta, as `carry_objective` takes it."""
+
+
+def _beta(c: Translation, kind: str) -> str:
     """Return the key that sets beta: of several, axolotl takes the first (before April 2025 orpo_alpha, if there)."""
-    return c.first("trl.beta", "rl_beta", "dpo_beta", *more)
+    keys = ["trl.beta", "rl_beta", "dpo_beta"]
+    if kind == "orpo":
+        keys.append("orpo_alpha")
+    return c.first(*keys)
 
 
 def _dpo(c: Translation) -> None:
     pair, weight = losses_of_pairs(c, "dpo_loss_type", "dpo_loss_weights")
-    numbers: dict[str, tuple[str, float | None]] = {"beta": (_beta(c), 0.1)}
+    numbers: dict[str, tuple[str, float | None]] = {"beta": (_beta(c, "dpo"), 0.1)}
     made: dict[str, Any] = {}
     if pair not in ("hinge", "ipo"):
         numbers["label_smoothing"] = ("dpo_label_smoothing", 0.0)
@@ -99,33 +129,14 @@ def _dpo(c: Translation) -> None:
         made["sft"] = {"weight": weight}
     note = "of these losses TRL itself reads it for robust alone, since 0.29" if pair != "robust" else ""
     carry_objective(c, "ipo" if pair == "ipo" else "dpo", numbers, {"label_smoothing": note}, **made)
-    for key in ("rpo_alpha", "dpo_loss_weights"):
-        c.say(key, "carried", in_words("train.objective.sft.weight", weight))
+    c.say_all(("rpo_alpha", "dpo_loss_weights"), "carried", in_words("train.objective.sft.weight", weight))
     c.say("dpo_loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
-
-
-def _ipo(c: Translation) -> None:
-    carry_objective(c, "ipo", {"beta": (_beta(c), 0.1)})
-
-
-def _orpo(c: Translation) -> None:
-    carry_objective(c, "orpo", {"beta": (_beta(c, "orpo_alpha"), 0.1)})
-
-
-def _simpo(c: Translation) -> None:
-    parts = {"beta": (_beta(c), 0.1), "gamma": ("simpo_gamma", 0.5), "sft.weight": ("cpo_alpha", 1.0)}
-    carry_objective(c, "simpo", parts)
-
-
-def _kto(c: Translation) -> None:
-    weights = {f"{each}_weight": (f"kto_{each}_weight", 1.0) for each in ("desirable", "undesirable")}
-    carry_objective(c, "kto", {"beta": (_beta(c), 0.1), **weights})
 
 
 def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
     """Return the format of a dataset under `rl`, by its type."""
-    if trains_rewards(c):
-        return format_of_reward(c, prefix)
+    if _trains_rewards(c):
+        return _format_of_reward(c, prefix)
     if any(f"{prefix}type.{key}" in c.given for key in (*_OWN, *_OWN_TEXTS, "field_system")):
         return _own(c, prefix, rows)
     key = f"{prefix}type"
@@ -134,7 +145,7 @@ def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
     made: dict[str, Any] = {"type": rows}
     if template == "chat_template":
         made |= _by_template(c, prefix, rows, variant)
-    elif template in _TEMPLATES and variant in _TYPES[rows]:
+    elif template in TEMPLATES and variant in _TYPES[rows]:
         made |= {name: column for name, column in _TYPES[rows][variant].items() if column != name or name == "system"}
     elif not kind or kind.startswith("passthrough"):
         made["style"] = "plain"
@@ -148,19 +159,19 @@ def format_of_rl(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
 
 def template_of_rl(c: Translation, prefix: str) -> str:
     """Return the template that the name of a type begins with: `chatml.intel` has ChatML around its texts."""
-    return _TEMPLATES.get(c.get(f"{prefix}type", text, "").partition(".")[0], "") if rows_of_rl(c) else ""
+    return TEMPLATES.get(c.get(f"{prefix}type", text, "").partition(".")[0], "") if rows_of_rl(c) else ""
 
 
 def _by_template(c: Translation, prefix: str, rows: str, variant: str) -> dict[str, Any]:
     """Return the columns of rows whose messages the chat template renders."""
     made: dict[str, Any] = {}
-    whole = variant in ("argilla", "argilla_chat")
+    complete = variant in ("argilla", "argilla_chat")
     usual = (
         {"chosen": "chosen", "rejected": "rejected"}
         if rows == PAIRS
         else {"completion": "completion", "label": "label"}
     )
-    if whole:
+    if complete:
         made["prompt"] = None
     elif rows == PAIRS:
         made["prompt"] = c.get(f"{prefix}field_messages", text, "messages")
@@ -169,7 +180,7 @@ def _by_template(c: Translation, prefix: str, rows: str, variant: str) -> dict[s
         if (found := c.get(key, text, name)) != name:
             made[name] = found
         c.say(key, "carried", in_words(f"format.{name}", found))
-    c.say(f"{prefix}field_messages", "left" if whole else "carried", in_words("format.prompt", made.get("prompt")))
+    c.say(f"{prefix}field_messages", "left" if complete else "carried", in_words("format.prompt", made.get("prompt")))
     for key, expected in (("role", "role"), ("content", "content")):
         named = f"{prefix}message_property_mappings.{key}"
         if c.get(named, text, expected) == expected:
@@ -197,9 +208,66 @@ def _own(c: Translation, prefix: str, rows: str) -> dict[str, Any]:
             why = "the texts of a row are taken as they are: put them together by a function, with format.type=python"
             c.say(f"{prefix}type.{name}_format", "refused", why, prefix.rstrip("."))
     c.say(f"{prefix}type.field_system", "refused", "a plain text has no system message", prefix.rstrip("."))
-    for key in keys:
-        c.say(key, "carried", in_words("format", made))
+    c.say_all(keys, "carried", in_words("format", made))
     return made
+
+
+# Reward models.
+
+_REWARD_TYPE = "bradley_terry.chat_template"
+_REWARD_CLASS = "ForSequenceClassification"
+
+
+def _trains_rewards(c: Translation) -> bool:
+    return c.get("reward_model", flag, False)
+
+
+def _prepare_reward(c: Translation) -> None:
+    """Carry the objective and the head."""
+    adapts = "adapter" in c.given
+    if adapts:
+        no_dropout(c, "lora_dropout", "TRL turns off that of adapters in reward models")
+    tell_own_dropout(c)
+    c.say("rl", "refused", "reward_model asks for another loss: drop one of the two")
+    c.say("train_on_inputs", "left", "a reward is of the whole text, there too")
+    carry_reward(c, "center_rewards_coefficient")
+    if adapts:
+        without_head(c, "lora_modules_to_save")
+    objective = in_words("train.objective", c.fields["train.objective"])
+    c.say("reward_model", "carried", f"{objective}, model.head.type=score")
+
+
+def _format_of_reward(c: Translation, prefix: str) -> dict[str, Any]:
+    """Return the format of a dataset of pairs, by its type."""
+    key = f"{prefix}type"
+    made: dict[str, Any] = {"type": PAIRS, "prompt": "input", "system": "system"}
+    if c.get(key, text, "") != _REWARD_TYPE:
+        why = (
+            f"of pairs for rewards {_REWARD_TYPE} is here, with chat_template: see `format` of type python for other "
+            "rows"
+        )
+        c.say(key, "refused", why, prefix.rstrip("."))
+    c.say(key, "carried", in_words("format", made))
+    return made
+
+
+def _class(c: Translation, key: str) -> None:
+    if not c.get(key, text, "").endswith(_REWARD_CLASS):
+        c.say(key, "same", "by the model's config")
+    elif _trains_rewards(c):
+        c.say(key, "carried", "model.head.type=score")
+    else:
+        why = "axolotl trains such a head with reward_model: true only; for classes and scores see model.head"
+        c.say(key, "refused", why)
+
+
+def _outputs(c: Translation, key: str) -> None:
+    if not _trains_rewards(c):
+        c.say(key, "left", "means nothing without reward_model")
+    elif c.get(key, whole, 1) == 1:
+        c.say(key, "same", "a reward is one number")
+    else:
+        c.say(key, "refused", "a reward is one number: write 1")
 
 
 RL_OPTIONS = (
@@ -218,4 +286,9 @@ RL_OPTIONS = (
     leave("dpo_use_liger_kernel dpo_use_logits_to_keep", "other kernels for the same function"),
     leave("dpo_generate_during_eval", "see `eval.prompts`"),
     leave("trl trl.* vllm ebft", "for kinds of rl that are refused"),
+    settled("reward_model", "`train.objective.type: reward`, `model.head.type: score`"),
+    settled("center_rewards_coefficient", "`train.objective.center`"),
+    ask("model_type type_of_model", "by the model's config; AutoModelForSequenceClassification: `model.head`", _class),
+    ask("num_labels", "same if it is 1, else refused", _outputs),
+    refuse("process_reward_model", "rewards of single steps of an answer are not here"),
 )

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
+from raytune_fsdp.convert.optimizers import betas
 from raytune_fsdp.convert.rules import (
     Project,
     Rule,
@@ -201,8 +202,7 @@ def _precision(c: Translation) -> None:
         return
     on = [kind for kind, key in keys.items() if c.get(key, flag, False)]
     found = on[0] if on else "fp32"
-    for key in keys.values():
-        c.carry(key, "parallel.precision", found)
+    c.carry_all(keys.values(), "parallel.precision", found)
     c.default("parallel.precision", found, "neither bf16 nor fp16 is on")
 
 
@@ -319,16 +319,9 @@ def _own_optimizer(c: Translation, key: str) -> None:
 
 
 def _betas(c: Translation, key: str) -> None:
-    if _auto(c, key):
-        return
-    found = c.get(key, lambda value: [number(each) for each in value] if isinstance(value, list) else [], [])
-    if len(found) != 2:
-        c.say(key, "refused", "must be two numbers")
-    elif c.get("optimizer.type", text, "").lower() == "lion":
-        c.say(key, "refused", "set optim.optimizer.beta1 and beta2 afterwards")
-    else:
-        c.put("optim.beta1", found[0], key)
-        c.carry(key, "optim.beta2", found[1], f"and optim.beta1={found[0]}")
+    if not _auto(c, key):
+        is_lion = c.get("optimizer.type", text, "").lower() == "lion"
+        betas(c, key, "set optim.optimizer.beta1 and beta2 afterwards" if is_lion else "")
 
 
 _FILE_OPTIONS = (

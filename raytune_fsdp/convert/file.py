@@ -24,12 +24,11 @@ from raytune_fsdp.convert.accelerate import ACCELERATE
 from raytune_fsdp.convert.axolotl import AXOLOTL
 from raytune_fsdp.convert.deepspeed import DEEPSPEED
 from raytune_fsdp.convert.llama_factory import LLAMA_FACTORY
-from raytune_fsdp.convert.rules import Project, Said, TheirOption, Translation
+from raytune_fsdp.convert.rules import MOST_BYTES, Project, Said, TheirOption, Translation
 from raytune_fsdp.convert.torchtune import TORCHTUNE
 from raytune_fsdp.convert.trl import TRL
 from raytune_fsdp.convert.trl_gkd import TRL_GKD
-from raytune_fsdp.convert.trl_preferences import TRL_CPO, TRL_DPO, TRL_KTO, TRL_ORPO
-from raytune_fsdp.convert.trl_reward import TRL_REWARD
+from raytune_fsdp.convert.trl_preferences import TRL_CPO, TRL_DPO, TRL_KTO, TRL_ORPO, TRL_REWARD
 
 _TRL = (TRL, TRL_DPO, TRL_KTO, TRL_ORPO, TRL_CPO, TRL_REWARD, TRL_GKD)
 PROJECTS = {project.name: project for project in (AXOLOTL, *_TRL, LLAMA_FACTORY, TORCHTUNE, ACCELERATE, DEEPSPEED)}
@@ -38,7 +37,6 @@ _INSIDES = {
     for name, project in PROJECTS.items()
 }
 """The names that have options below them, by project."""
-_MAX_BYTES = 4_000_000
 _MOST_UNKNOWN = 200
 """The most keys that are not options: for each the nearest option is looked for, which takes milliseconds."""
 # A part of a config is completed with these to validate it.
@@ -176,7 +174,7 @@ def read(file: str) -> dict[str, Any]:
     """Read the map in a YAML file, which a stranger may have written."""
     try:
         # Editors on Windows begin a file with a mark.
-        content = read_bytes(file, limit=_MAX_BYTES, links=True).decode("utf-8-sig")
+        content = read_bytes(file, limit=MOST_BYTES, links=True).decode("utf-8-sig")
         if content.lstrip().startswith("{"):
             content = content.expandtabs(1)  # YAML reads JSON, but for tabs, which no text in JSON has as they are
         tree, _ = parse(content)
@@ -327,17 +325,11 @@ _RENAMED = {"format.returns": "format.then"}
 """Fields by the last two names of their path, with what they are called now."""
 
 
-def _nothing(c: Translation) -> None:
-    """Do nothing: no option of a config of ours is another project's."""
-
-
 _OURS = Project(
     name="raytune-fsdp",
     title="an older raytune-fsdp",
     about="Configs of this package, from before a field was renamed.",
     options={},
-    prepare=_nothing,
-    finish=_nothing,
 )
 
 

@@ -36,7 +36,6 @@ from raytune_fsdp.convert.training import (
     early_stopping,
     finish_training,
     prepare_training,
-    say_precision,
 )
 
 _ATTENTION = {"disabled": "eager", "sdpa": "sdpa"}
@@ -48,7 +47,7 @@ def prepare(c: Translation) -> None:
         c.gpus = max(1, c.get("ray_num_workers", whole, 1))
     mixed = prepare_training(c, lr=5e-5, output="saves", default_precision="fp32")
     found = "bf16_pure" if c.get("pure_bf16", flag, False) else mixed
-    say_precision(c, found, "pure_bf16", "bf16", "fp16")
+    c.carry_all(("pure_bf16", "bf16", "fp16"), "parallel.precision", found)
     if found != "bf16":
         c.default("parallel.precision", found, "bf16 and fp16 are off by default")
     pretraining = c.get("stage", text, "sft") == "pt"
@@ -124,8 +123,7 @@ def _packing(c: Translation, pretraining: bool) -> None:
             )
         c.default("data.long_documents", "truncate", why)
     if apart:
-        c.carry("neat_packing", "data.packing", "best_fit")
-        c.carry("packing", "data.packing", "best_fit")
+        c.carry_all(("neat_packing", "packing"), "data.packing", "best_fit")
         return
     ours = "none" if not packed else "concat" if pretraining else "best_fit"
     note = "there a document sees those before it, here none does" if packed else ""
@@ -169,14 +167,9 @@ def _thinking(c: Translation, key: str) -> None:
 
 
 def _has_no_chat(c: Translation) -> bool:
-    formats = [each["format"].get("then", each["format"]) for each in _train(c)]
+    formats = [each["format"].get("then", each["format"]) for each in c.fields.get("data.train", [])]
     chats = ("chat", *STAGES.values())
     return bool(formats) and not any(each["type"] in chats or each.get("style") == "chat" for each in formats)
-
-
-def _train(c: Translation) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = c.fields.get("data.train", [])
-    return found
 
 
 def _stage(c: Translation, key: str) -> None:

@@ -9,13 +9,12 @@ from raytune_fsdp.base.untrusted import UnsoundError, read_json, reason
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.llama_factory_preferences import format_of_stage, rows_of_stage
 from raytune_fsdp.convert.preferences import PAIRS
-from raytune_fsdp.convert.rules import Translation, flag, in_words, number, text, whole, words
+from raytune_fsdp.convert.rules import MOST_BYTES, NotHereError, Translation, flag, in_words, number, text, whole, words
 from raytune_fsdp.convert.runs import is_directory, rows_of
 
 TEMPLATES = {"llama2": "llama-2", "llama3": "llama-3", "chatml": "chatml"}
 """Templates of theirs that come with this package, by their names there."""
 _INFO = "dataset_info.json"
-_MAX_BYTES = 4_000_000
 # Columns and settings that our rows do not have.
 _UNKNOWN = ("history", "images", "videos", "audios")
 _COMPARED = ("chosen", "rejected", "kto_tag")
@@ -34,10 +33,6 @@ _KNOWN = (
 )
 """The keys of an entry in dataset_info.json."""
 _FUNCTION = "raytune_fsdp.convert.llama_factory_rows:with_input"
-
-
-class _NotHereError(ValueError):
-    """A dataset cannot be carried; the message says why."""
 
 
 def prepare_data(c: Translation, *, pretraining: bool) -> None:
@@ -71,8 +66,8 @@ def _datasets(c: Translation, key: str, pretraining: bool) -> list[dict[str, Any
             elif isinstance(info.get(name), dict):
                 found.append(_read(info[name], folder, c, pretraining))
             else:
-                raise _NotHereError(f"{folder / _INFO} has no map {name}")
-    except _NotHereError as error:
+                raise NotHereError(f"{folder / _INFO} has no map {name}")
+    except NotHereError as error:
         c.say(key, "refused", f"{error}", None)
         return []
     c.say(key, "carried", in_words("data.train" if key == "dataset" else "data.eval", found))
@@ -87,15 +82,15 @@ def _info(c: Translation) -> tuple[dict[str, Any] | None, Path]:
         return None, Path()
     for folder in (Path(place), c.directory / place):
         try:
-            info = read_json(folder / _INFO, limit=_MAX_BYTES, links=True)
+            info = read_json(folder / _INFO, limit=MOST_BYTES, links=True)
         except FileNotFoundError:
             continue
         except (OSError, UnsoundError, ValueError) as error:
-            raise _NotHereError(f"{folder / _INFO}: {reason(error)}") from None
+            raise NotHereError(f"{folder / _INFO}: {reason(error)}") from None
         if not isinstance(info, dict):
-            raise _NotHereError(f"{folder / _INFO}: must be a map of datasets")
+            raise NotHereError(f"{folder / _INFO}: must be a map of datasets")
         return info, folder
-    raise _NotHereError(
+    raise NotHereError(
         f"{Path(place) / _INFO}, which explains its names, is not here: run the command where {place} is"
     )
 
@@ -104,16 +99,16 @@ def _read(entry: dict[str, Any], folder: Path, c: Translation, pretraining: bool
     found = _place(entry, folder)
     unknown = sorted(entry.keys() - set(_KNOWN))
     if unknown:
-        raise _NotHereError(f"of a dataset in {_INFO}, {', '.join(unknown)} is not known here: take it out")
+        raise NotHereError(f"of a dataset in {_INFO}, {', '.join(unknown)} is not known here: take it out")
     some = _part(entry, found)
     if entry.get("folder"):
-        raise _NotHereError("a dataset with `folder` is not read here")
+        raise NotHereError("a dataset with `folder` is not read here")
     if bool(entry.get("ranking")) != (rows_of_stage(c) == PAIRS):
-        raise _NotHereError("a dataset with `ranking` is for stages dpo and rm, and these for such datasets")
+        raise NotHereError("a dataset with `ranking` is for stages dpo and rm, and these for such datasets")
     found["format"] = _format(entry, c, pretraining)
     first, many = c.get("max_samples", whole, 0), entry.get("num_samples")
     if some and (first > 0 or isinstance(many, int)):
-        raise _NotHereError(f"split {entry['split']!r} of files does not go with max_samples or num_samples here")
+        raise NotHereError(f"split {entry['split']!r} of files does not go with max_samples or num_samples here")
     if some:
         found["rows"] = some
     elif first > 0:
@@ -133,12 +128,12 @@ def _part(entry: dict[str, Any], found: dict[str, Any]) -> dict[str, int]:
         return {}
     named = [field for field in ("subset", "revision") if entry.get(field)]
     if named:
-        raise _NotHereError(f"a file has no {' and no '.join(named)}: take it out, or name a dataset of the hub")
+        raise NotHereError(f"a file has no {' and no '.join(named)}: take it out, or name a dataset of the hub")
     if is_directory(str(found["path"])):
         found["split"] = "all"  # LLaMA-Factory reads every file of a directory
     some = rows_of(split)
     if some is None:
-        raise _NotHereError(f"a file has no split {split!r}: name a file with the rows of it")
+        raise NotHereError(f"a file has no split {split!r}: name a file with the rows of it")
     return some
 
 
@@ -149,7 +144,7 @@ def _place(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {"path": str(entry["cloud_file_name"])}
     if "file_name" in entry:
         return {"path": str(folder / str(entry["file_name"]))}
-    raise _NotHereError("a dataset is a file or one of the Hugging Face hub; this one is neither")
+    raise NotHereError("a dataset is a file or one of the Hugging Face hub; this one is neither")
 
 
 def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[str, Any]:
@@ -160,31 +155,24 @@ def _format(entry: dict[str, Any], c: Translation, pretraining: bool) -> dict[st
     rows = rows_of_stage(c)
     unknown = [name for name in (*_UNKNOWN, *(() if rows else _COMPARED)) if columns.get(name)]
     if unknown:
-        raise _NotHereError(f"a dataset with {', '.join(unknown)} is not read here")
+        raise NotHereError(f"a dataset with {', '.join(unknown)} is not read here")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in ("alpaca", "sharegpt", "openai"):
-        raise _NotHereError(f"formatting must be alpaca, sharegpt or openai; {formatting!r} is not known here")
+        raise NotHereError(f"formatting must be alpaca, sharegpt or openai; {formatting!r} is not known here")
     if pretraining:
         # Stage pt trains on the column of the question alone.
         if formatting != "alpaca":
-            raise _NotHereError(
-                "stage pt trains on the first message of a conversation only; see format of type python"
-            )
+            raise NotHereError("stage pt trains on the first message of a conversation only; see format of type python")
         if "prompt" not in columns:
-            raise _NotHereError("stage pt reads the column that `columns` names as prompt: name it")
+            raise NotHereError("stage pt reads the column that `columns` names as prompt: name it")
         return _joined(columns, {"type": "completion", "text": columns["prompt"]})
+    if formatting == "alpaca" and columns.get("tools"):
+        raise NotHereError("tools are read in conversations only")
     if rows:
-        if formatting == "alpaca" and columns.get("tools"):
-            raise _NotHereError("tools are read in conversations only")
-        try:
-            pairs = format_of_stage(columns, tags, rows, conversations=formatting != "alpaca")
-        except ValueError as error:
-            raise _NotHereError(str(error)) from None
+        pairs = format_of_stage(columns, tags, rows, conversations=formatting != "alpaca")
         return _joined(columns, pairs) if formatting == "alpaca" else pairs
     loss = "all" if c.get("train_on_prompt", flag, False) else ""
     if formatting == "alpaca":
-        if columns.get("tools"):
-            raise _NotHereError("tools are read in conversations only")
         made: dict[str, Any] = {"type": "instruction", "style": "chat", "prompt": columns.get("prompt", "instruction")}
         made |= {"input": None, "completion": columns.get("response", "output")}
         if columns.get("system"):
@@ -199,7 +187,7 @@ def _joined(columns: dict[str, str], made: dict[str, Any]) -> dict[str, Any]:
     if not columns.get("query"):
         return made
     if (columns.get("prompt", "instruction"), columns["query"]) != ("instruction", "input"):
-        raise _NotHereError(
+        raise NotHereError(
             "a question is joined to its input by a line break there, by an empty line here: join "
             f"{columns.get('prompt', 'instruction')} and {columns['query']} by a function, with format.type=python"
         )
@@ -227,5 +215,5 @@ def _chat(columns: dict[str, str], tags: dict[str, str], loss: str) -> dict[str,
 def _maps(entry: dict[str, Any], name: str) -> dict[str, str]:
     value = spelled(entry.get(name)) or {}
     if not isinstance(value, dict) or not all(isinstance(each, str | None) for each in value.values()):
-        raise _NotHereError(f"{name} must be a map of texts")
+        raise NotHereError(f"{name} must be a map of texts")
     return {key: each for key, each in value.items() if each is not None}

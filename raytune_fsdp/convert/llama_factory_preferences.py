@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytune_fsdp.convert.preferences import EACH_TOKEN, JUDGED, PAIRS, carry_objective, no_dropout, tell_own_dropout
-from raytune_fsdp.convert.rules import TheirOption, Translation, flag, in_words, number, part, refuse, text
-from raytune_fsdp.convert.scores import carry_reward
+from raytune_fsdp.convert.preferences import (
+    EACH_TOKEN,
+    JUDGED,
+    PAIRS,
+    carry_objective,
+    carry_reward,
+    no_dropout,
+    tell_own_dropout,
+)
+from raytune_fsdp.convert.rules import (
+    NotHereError,
+    TheirOption,
+    Translation,
+    flag,
+    in_words,
+    number,
+    part,
+    refuse,
+    text,
+)
 
 STAGES = {"dpo": PAIRS, "kto": JUDGED, "rm": PAIRS}
 _USUAL = {
@@ -29,15 +46,12 @@ def rows_of_stage(c: Translation) -> str:
 
 def prepare_stage(c: Translation) -> None:
     """Carry the objective of a stage of preferences, and its reference."""
-    if not rows_of_stage(c):
-        return
-    adapts = c.get("finetuning_type", text, "lora") == "lora"
-    if adapts and not _scores(c):
-        no_dropout(c, "lora_dropout", "off in this stage there")
     if not _scores(c):
+        if c.get("finetuning_type", text, "lora") == "lora":
+            no_dropout(c, "lora_dropout", "off in this stage there")
         tell_own_dropout(c)
-    for key in ("train_on_prompt", "mask_history"):
-        c.say(key, "left", f"{'whole texts' if _scores(c) else 'the answers alone'} count in this stage, there too")
+    counted = "whole texts" if _scores(c) else "the answers alone"
+    c.say_all(("train_on_prompt", "mask_history"), "left", f"{counted} count in this stage, there too")
     for key in ("packing", "neat_packing"):
         if not c.get(key, flag, False):
             c.say(key, "same", "each row is a sample")
@@ -87,9 +101,8 @@ def _pairs(c: Translation) -> None:
         c.tell_default("train.objective.sft", made["sft"], f"of the answer alone; {EACH_TOKEN}")
     elif weight:
         made["sft"] = {"weight": weight}
-    for key in ("dpo_label_smoothing", "simpo_gamma"):
-        if not any(key == each for each, _ in numbers.values()):
-            c.say(key, "left", f"means nothing to {loss}, there too")
+    unread = {"dpo_label_smoothing", "simpo_gamma"}.difference(key for key, _ in numbers.values())
+    c.say_all(unread, "left", f"means nothing to {loss}, there too")
     carry_objective(c, loss if loss in ("ipo", "orpo", "simpo") else "dpo", numbers, **made)
     c.say("pref_loss", "carried", in_words("train.objective", c.fields["train.objective"]))
     if weight:
@@ -107,15 +120,15 @@ def _reference(c: Translation) -> None:
 
 
 def format_of_stage(columns: dict[str, str], tags: dict[str, str], rows: str, *, conversations: bool) -> dict[str, Any]:
-    """Return the format of a dataset. Raises ValueError if its rows cannot be read."""
+    """Return the format of a dataset. Raises NotHereError if its rows cannot be read."""
     named = {"chosen": "chosen", "rejected": "rejected"} if rows == PAIRS else {"label": "kto_tag"}
     missing = [theirs for theirs in named.values() if not columns.get(theirs)]
     if missing:
-        raise ValueError(f"a dataset of this stage has {' and '.join(missing)} in its columns")
+        raise NotHereError(f"a dataset of this stage has {' and '.join(missing)} in its columns")
     made: dict[str, Any] = {"type": rows}
     if conversations:
         if any(tags.get(tag, names[0]) not in names for tag, names in _USUAL.items()):
-            raise ValueError("messages and roles have their usual names here: rename them by format.type=python")
+            raise NotHereError("messages and roles have their usual names here: rename them by format.type=python")
         made["prompt" if rows == PAIRS else "completion"] = columns.get("messages", "conversations")
         if rows == JUDGED:
             made["prompt"] = None
@@ -130,14 +143,9 @@ def format_of_stage(columns: dict[str, str], tags: dict[str, str], rows: str, *,
     return made
 
 
-def _active(c: Translation) -> bool:
-    return c.get("stage", text, "sft") not in ("sft", "pt", *STAGES)
-
-
 def _detail(names: str, here: str) -> TheirOption:
     """Make details that this module settles, and that mean nothing to other stages."""
-    option = part(names, "stage", _active)
-    return TheirOption(option.names, here, option.rule)
+    return part(names, "stage", lambda c: c.get("stage", text, "sft") not in ("sft", "pt", *STAGES), here)
 
 
 STAGE_OPTIONS = (

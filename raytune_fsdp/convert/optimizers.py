@@ -58,5 +58,17 @@ def _of_adamw(c: Translation, key: str) -> None:
         c.carry(key, _OF_ADAMW[key], c.get(key, number, 0.0))
 
 
+def betas(c: Translation, key: str, instead: str = "") -> None:
+    """Carry a list of AdamW's two betas. `instead`: what to do with those of another optimizer."""
+    found = c.get(key, lambda value: [number(each) for each in value] if isinstance(value, list) else [], [])
+    if len(found) != 2:
+        c.say(key, "refused", "must be two numbers")
+    elif instead:
+        c.say(key, "refused", instead)
+    else:
+        c.put("optim.beta1", found[0], key)
+        c.carry(key, "optim.beta2", found[1], f"and optim.beta1={found[0]}")
+
+
 # The options that only some optimizers have.
 ADAMW_OPTIONS = tuple(ask(name, f"`{field}`; in `{_FIELD}` with Lion", _of_adamw) for name, field in _OF_ADAMW.items())

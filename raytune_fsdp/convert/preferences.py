@@ -1,4 +1,7 @@
-"""Convert what all projects do alike with preferences: an objective, samples of two documents, no dropout."""
+"""Convert what all projects do alike with preferences, and with reward models, which learn from them.
+
+That is an objective, samples of two documents, no dropout; a head that scores.
+"""
 
 from __future__ import annotations
 
@@ -137,3 +140,28 @@ def losses_of_pairs(c: Translation, types: str, shares: str) -> tuple[str, float
 
 def _numbers(value: Any) -> list[float]:
     return [float(number(each)) for each in (value if isinstance(value, list) else words(value))]
+
+
+_ALWAYS = "the head is trained whole, also beside adapters"
+_MODULES = ("score", "v_head", "classifier")
+"""What a head is called in files of other projects."""
+
+
+def carry_reward(c: Translation, center: str = "") -> None:
+    """Carry Bradley and Terry's loss, and the head that it is of. `center`: the key of what draws scores to 0."""
+    carry_objective(c, "reward", {"center": (center, None)} if center else {})
+    c.put("model.head.type", "score")
+
+
+def without_head(c: Translation, saved: str) -> None:
+    """Carry the modules that are trained whole beside adapters, but the head, which is trained in any case.
+
+    `saved`: their key. Elsewhere a head that it does not name stays as it was drawn.
+    """
+    named = c.get(saved, words, [])
+    if others := [name for name in named if name not in _MODULES]:
+        c.carry(saved, "method.modules_to_save", others)
+    elif named:
+        c.say(saved, "same", _ALWAYS)
+    if len(others) == len(named):
+        c.tell_default("model.head", {"type": "score"}, f"{_ALWAYS}; there only if {saved} names it")

@@ -18,6 +18,8 @@ from raytune_fsdp.config.text import Loc, Plain, spelled
 
 Fate = Literal["carried", "same", "left", "refused", "dropped", "default"]
 _LIMIT = 2**64
+MOST_BYTES = 4_000_000
+"""The most bytes of a file of another project that is read here."""
 T = TypeVar("T")
 D = TypeVar("D")
 
@@ -33,6 +35,10 @@ class Said(NamedTuple):
 
 class WrongValueError(ValueError):
     """A value breaks a rule; the message is the rule."""
+
+
+class NotHereError(ValueError):
+    """Something has no counterpart of ours; the message says why."""
 
 
 # Readers of values. A scalar without quotes comes as `Plain`: only its reader knows whether `no` is a word.
@@ -150,16 +156,31 @@ class Translation:
         if key in self.given:
             self.said.setdefault(key, Said(fate, why, drop))
 
+    def say_all(self, keys: Iterable[str], fate: Fate, why: str, drop: str | None = "") -> None:
+        """Record the same of several keys."""
+        for key in keys:
+            self.say(key, fate, why, drop)
+
     def carry(self, key: str, field: str, value: Any, note: str = "") -> None:
         if key in self.given and key not in self.said:
             self.put(field, value, key)
             self.say(key, "carried", f"{in_words(field, value)}{note and f': {note}'}")
+
+    def carry_all(self, keys: Iterable[str], field: str, value: Any, note: str = "") -> None:
+        """Carry a value that follows from several keys."""
+        for key in keys:
+            self.carry(key, field, value, note)
 
     def default(self, field: str, value: Any, why: str) -> None:
         """Set a field to a default of the other project that is not ours, unless it is set."""
         if field not in self.fields:
             self.put(field, value)
             self.tell_default(field, value, why)
+
+    def carry_or_default(self, key: str, field: str, value: Any, why: str, note: str = "") -> None:
+        """Carry the value of a key, or set the field to what the other project has without it: see `default`."""
+        self.carry(key, field, value, note)
+        self.default(field, value, why)
 
     def tell_default(self, field: str, value: Any, why: str) -> None:
         self.unsaid.append((field, Said("default", f"{in_words(field, value)}: {why}")))
@@ -260,8 +281,8 @@ def _alike(value: Any, other: Any) -> bool:
         return False
 
 
-def part(names: str, owner: str, active: Callable[[Translation], bool]) -> TheirOption:
-    """Make details of an option that cannot be carried: without it they mean nothing."""
+def part(names: str, owner: str, active: Callable[[Translation], bool], here: str = "") -> TheirOption:
+    """Make details of an option that cannot be carried: without it they mean nothing. `here`: as in `refuse`."""
 
     def rule(c: Translation, key: str) -> None:
         if active(c):
@@ -269,7 +290,7 @@ def part(names: str, owner: str, active: Callable[[Translation], bool]) -> Their
         else:
             c.say(key, "left", f"means nothing without {owner}")
 
-    return TheirOption(tuple(names.split()), f"refused with `{owner}`, else left", rule)
+    return TheirOption(tuple(names.split()), here or f"refused with `{owner}`, else left", rule)
 
 
 def settled(names: str, here: str, *, takes_null: bool = False) -> TheirOption:
@@ -300,9 +321,9 @@ class Project:
     about: str
     """Which files these are, for the documentation."""
     options: dict[str, TheirOption]
-    prepare: Callable[[Translation], None]
+    prepare: Callable[[Translation], None] = lambda c: None
     """Settles what several options say together."""
-    finish: Callable[[Translation], None]
+    finish: Callable[[Translation], None] = lambda c: None
     """Adds the defaults that are not ours."""
     like: str = ""
     """The project of which this is a variant: files without a key that only this one has are taken for that one's."""

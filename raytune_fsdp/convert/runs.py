@@ -129,9 +129,7 @@ def length(c: Translation, epochs: str, *, default: float) -> None:
         c.say(epochs, "left", "max_steps decides, there too")
         return
     c.say("max_steps", "same", "no limit in steps")
-    c.carry(epochs, "train.epochs", c.get(epochs, number, default))
-    if "train.epochs" not in c.fields:
-        c.default("train.epochs", default, f"{epochs} by default")
+    c.carry_or_default(epochs, "train.epochs", c.get(epochs, number, default), f"{epochs} by default")
 
 
 def cadence(c: Translation, field: str, strategy: str, steps: str, *, without: str, every: float | None) -> None:
@@ -156,12 +154,10 @@ def cadence(c: Translation, field: str, strategy: str, steps: str, *, without: s
         why = f"at the end; set {field} for more"
         if found is not None and found > 0:
             why = f"a fraction of the run's steps, which are not known before its data is counted; set {field}"
-        for key in (strategy, steps):
-            c.say(key, "left", why)
+        c.say_all((strategy, steps), "left", why)
         return
     c.put(field, count, steps if steps in c.given else strategy)
-    for key in (strategy, steps):
-        c.say(key, "carried", in_words(field, count))
+    c.say_all((strategy, steps), "carried", in_words(field, count))
     if steps not in c.given and strategy not in c.given:
         c.tell_default(field, count, f"{steps} by default")
 

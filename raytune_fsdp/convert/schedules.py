@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
-from raytune_fsdp.convert.rules import Translation, number, text, whole
+from raytune_fsdp.convert.rules import NotHereError, Translation, number, text, whole
 
 
 def ratio(least: Any, lr: float) -> float:
     """Return a learning rate as a fraction of the peak, without the digits that a division of decimals adds."""
     return float(f"{number(least) / lr:.12g}")
-
-
-class _NotHereError(ValueError):
-    """A schedule is not one of ours; the message says why."""
 
 
 def _schedule(c: Translation, kind: str, details: dict[str, Any], lr: float) -> dict[str, Any]:
@@ -47,13 +43,13 @@ def _schedule(c: Translation, kind: str, details: dict[str, Any], lr: float) -> 
     if kind == "warmup_stable_decay":
         total, decay = c.fields.get("train.max_steps"), take("num_decay_steps", None)
         if take("decay_type", "cosine") != "linear" or take("warmup_type", "linear") != "linear":
-            raise _NotHereError("in `wsd` here the learning rate rises and falls linearly")
+            raise NotHereError("in `wsd` here the learning rate rises and falls linearly")
         if total is None or decay is None:
-            raise _NotHereError(
+            raise NotHereError(
                 "`wsd` here takes the fraction of the steps that decay: give max_steps and num_decay_steps"
             )
         return {"type": "wsd", "decay": whole(decay) / total, "floor": number(take("min_lr_ratio", 0))}
-    raise _NotHereError(
+    raise NotHereError(
         "no schedule of ours; there are constant, linear, cosine, polynomial, inverse_sqrt, one_cycle and wsd"
     )
 
@@ -68,13 +64,11 @@ def schedule(c: Translation, key: str, *, default: str, default_lr: float) -> st
     try:
         ours = _schedule(c, kind, details, c.get("learning_rate", number, default_lr) or default_lr)
         if details:
-            raise _NotHereError(f"{kind} has no {', '.join(details)} here")
+            raise NotHereError(f"{kind} has no {', '.join(details)} here")
     except ValueError as error:
-        for name in (key, *keys):
-            c.say(name, "refused", str(error), key if key in c.given else "")
+        c.say_all((key, *keys), "refused", str(error), key if key in c.given else "")
         return kind
-    for name in (key, *keys):
-        c.carry(name, "optim.schedule", ours)
+    c.carry_all((key, *keys), "optim.schedule", ours)
     if kind != "cosine":
         c.default("optim.schedule", ours, f"{key} is {kind} by default")
     return kind
@@ -88,8 +82,7 @@ def warmup(c: Translation, kind: str) -> None:
     steps, ratio = c.get("warmup_steps", number, 0), c.get("warmup_ratio", number, 0)
     if kind == "constant":
         c.default("optim.warmup_ratio", 0.0, "the schedule `constant` has no warmup")
-        for key in ("warmup_steps", "warmup_ratio"):
-            c.say(key, "same", "the schedule `constant` has no warmup, there either")
+        c.say_all(("warmup_steps", "warmup_ratio"), "same", "the schedule `constant` has no warmup, there either")
     elif steps >= 1:
         c.carry("warmup_steps", "optim.warmup_steps", int(steps), AHEAD)
         c.say("warmup_ratio", "left", "warmup_steps decides, there too")
@@ -97,6 +90,4 @@ def warmup(c: Translation, kind: str) -> None:
         c.carry("warmup_steps", "optim.warmup_ratio", steps, f"below 1 it is a fraction; {AHEAD}")
         c.say("warmup_ratio", "left", "warmup_steps decides, there too")
     else:
-        note = AHEAD if ratio else ""
-        c.carry("warmup_ratio", "optim.warmup_ratio", ratio, note)
-        c.carry("warmup_steps", "optim.warmup_ratio", ratio, note)
+        c.carry_all(("warmup_ratio", "warmup_steps"), "optim.warmup_ratio", ratio, AHEAD if ratio else "")

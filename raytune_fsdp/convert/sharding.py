@@ -64,13 +64,10 @@ def strategy(c: Translation, key: str, word: str, gpus_of_a_node: int | None = N
 def fsdp(c: Translation, key: str) -> None:
     """Carry `fsdp`: words such as `full_shard auto_wrap offload`, as a text or a list; in newer files only true."""
     value = plain(c.given[key])
-    if isinstance(value, bool):
-        if value:
-            c.say(key, "same", "weights are sharded (parallel.strategy=full_shard)")
-        else:
-            c.say(key, "left", "weights are sharded nonetheless; set parallel.strategy=replicate for whole copies")
+    if value is True:
+        c.say(key, "same", "weights are sharded (parallel.strategy=full_shard)")
         return
-    found = c.get(key, words, [])
+    found = [] if value is False else c.get(key, words, [])
     if not found:
         c.say(key, "left", "weights are sharded nonetheless; set parallel.strategy=replicate for whole copies")
     for word in found:
@@ -91,8 +88,7 @@ def activation_checkpointing(c: Translation, *own: str, read: Callable[[Any], bo
     """Switch it on if any of these options does: projects have a switch of their own besides FSDP's."""
     given = [key for key in (*own, *_both("activation_checkpointing")) if key in c.given]
     mode = "full" if any(c.get(key, read if key in own else flag, False) for key in given) else "none"
-    for key in given:
-        c.carry(key, "parallel.activation_checkpointing", mode)
+    c.carry_all(given, "parallel.activation_checkpointing", mode)
 
 
 def _both(word: str) -> tuple[str, str]:
@@ -103,13 +99,13 @@ def _names(these: str) -> str:
     return " ".join(name for word in these.split() for name in _both(word))
 
 
-def _shards(c: Translation, key: str) -> None:
-    strategy(c, key, c.get(key, text, ""))
-
-
 # The options below `fsdp_config`, which most files write with a second `fsdp_` and some without.
 FSDP_OPTIONS = (
-    ask(_names("sharding_strategy reshard_after_forward"), "`parallel.strategy` (hybrid: `shard_size`, too)", _shards),
+    ask(
+        _names("sharding_strategy reshard_after_forward"),
+        "`parallel.strategy` (hybrid: `shard_size`, too)",
+        lambda c, key: strategy(c, key, c.get(key, text, "")),
+    ),
     carry(_names("offload_params"), "parallel.cpu_offload", flag),
     switch(
         _names("cpu_ram_efficient_loading"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from raytune_fsdp.config.text import spelled
 from raytune_fsdp.convert.adapters import NOT_BIT_EQUAL
+from raytune_fsdp.convert.optimizers import betas
 from raytune_fsdp.convert.preferences import PAIRS, TOO_LONG, carry_objective, sample_of_two
 from raytune_fsdp.convert.rules import (
     Project,
@@ -60,8 +61,8 @@ def prepare(c: Translation) -> None:
     _model(c)
     kind = c.get("dtype", text, "bf16")
     if kind in _TYPES:
-        c.carry("dtype", "parallel.precision", _TYPES[kind], "weights in bf16, too, as there" if kind == "bf16" else "")
-        c.default("parallel.precision", _TYPES[kind], "dtype by default")
+        note = "weights in bf16, too, as there" if kind == "bf16" else ""
+        c.carry_or_default("dtype", "parallel.precision", _TYPES[kind], "dtype by default", note)
     else:
         c.say("dtype", "refused", "the types of a run there are bf16 and fp32")
     _length(c)
@@ -128,8 +129,7 @@ def _model(c: Translation) -> None:
         ("lora_dropout", "dropout", number, 0.0),
     ):
         value = c.get(f"model.{theirs}", read, default)
-        c.carry(f"model.{theirs}", f"method.{ours}", value)
-        c.default(f"method.{ours}", value, f"model.{theirs} by default")
+        c.carry_or_default(f"model.{theirs}", f"method.{ours}", value, f"model.{theirs} by default")
     if c.get("model.use_dora", flag, False):
         c.carry("model.use_dora", "method.dora", True)
     _targets(c)
@@ -146,8 +146,8 @@ def _targets(c: Translation) -> None:
     if not targets:
         c.refuse_unsaid("model.lora_attn_modules", "no layer has an adapter: name some in the file")
     c.put("method.target_modules", targets, "model.lora_attn_modules")
-    for key in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"):
-        c.say(f"model.{key}", "carried", f"method.target_modules={', '.join(targets)}")
+    keys = (f"model.{key}" for key in ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"))
+    c.say_all(keys, "carried", f"method.target_modules={', '.join(targets)}")
 
 
 def _length(c: Translation) -> None:
@@ -158,8 +158,7 @@ def _length(c: Translation) -> None:
         c.say("epochs", "carried", f"train.max_steps={epochs * most}")
         return
     c.say("max_steps_per_epoch", "same", "no limit in steps")
-    c.carry("epochs", "train.epochs", epochs)
-    c.default("train.epochs", epochs, "epochs by default")
+    c.carry_or_default("epochs", "train.epochs", epochs, "epochs by default")
 
 
 def _batch(c: Translation) -> None:
@@ -236,15 +235,6 @@ def _reference(c: Translation) -> None:
         c.carry(key, "reference.model", where)
 
 
-def _betas(c: Translation, key: str) -> None:
-    found = c.get(key, lambda value: [number(each) for each in value] if isinstance(value, list) else [], [])
-    if len(found) != 2:
-        c.say(key, "refused", "must be two numbers")
-        return
-    c.put("optim.beta1", found[0], key)
-    c.carry(key, "optim.beta2", found[1], f"and optim.beta1={found[0]}")
-
-
 def _loss(c: Translation, key: str) -> None:
     if c.get(key, text, "").rpartition(".")[2] in _LOSSES:
         c.say(key, "same", "the cross entropy")
@@ -258,10 +248,6 @@ def _device(c: Translation, key: str) -> None:
         c.carry(key, "cluster.device", name)
     else:
         c.say(key, "refused", "a run is on cuda or on cpu")
-
-
-def _clipping(c: Translation, key: str) -> None:
-    c.carry(key, "optim.max_grad_norm", c.get(key, number, 0) or None)
 
 
 def _logger(c: Translation, key: str) -> None:
@@ -278,10 +264,6 @@ def _project(c: Translation, key: str) -> None:
         c.carry(key, "tracking.wandb.project", c.get(key, text, ""))
     else:
         c.say(key, "left", "means nothing to this logger")
-
-
-def _seed(c: Translation, key: str) -> None:
-    c.carry(key, "run.seed", c.get(key, whole, 0))
 
 
 _OPTIONS = (
@@ -304,7 +286,7 @@ _OPTIONS = (
     carry("optimizer.lr", "optim.lr", number),
     carry("optimizer.weight_decay", "optim.weight_decay", number, "here it leaves out embeddings, norms and biases"),
     carry("optimizer.eps", "optim.eps", number),
-    ask("optimizer.betas", "`optim.beta1`, `optim.beta2`", _betas),
+    ask("optimizer.betas", "`optim.beta1`, `optim.beta2`", betas),
     settled("optimizer.momentum", "`optim.optimizer.momentum` of SGD"),
     leave("optimizer.fused optimizer.foreach optimizer_in_bwd", "when and how an update is computed"),
     settled("lr_scheduler._component_ lr_scheduler.num_cycles", "same for half a cosine; others are refused"),
@@ -314,7 +296,7 @@ _OPTIONS = (
     ),
     settled("loss.beta loss.gamma loss.label_smoothing", "`train.objective.beta`, `label_smoothing`"),
     leave("loss.num_output_chunks", "see `model.loss`"),
-    ask("clip_grad_norm", "`optim.max_grad_norm`", _clipping),
+    carry("clip_grad_norm", "optim.max_grad_norm", lambda value: number(value) or None),
     switch("enable_activation_checkpointing", "parallel.activation_checkpointing", "full", "none is computed again"),
     carry("enable_activation_offloading", "parallel.activation_offload", flag),
     leave("ac_mode ac_option", "see `parallel.activation_checkpointing`"),
@@ -332,7 +314,7 @@ _OPTIONS = (
     ),
     refuse("enable_fp8_training", FP8),
     ask("device", "`cluster.device`", _device),
-    ask("seed", "`run.seed`", _seed),
+    carry("seed", "run.seed", whole),
     switch("cudnn_deterministic_mode", "run.deterministic", True, "off, as here"),
     carry("log_every_n_steps", "train.log_every", whole),
     ask("metric_logger._component_", "`tracking.wandb`, `tracking.tensorboard`, `tracking.mlflow`; left", _logger),
@@ -435,8 +417,7 @@ def _dataset(c: Translation, prefix: str) -> dict[str, Any]:
     if known is None:
         why = f"not a dataset that is carried; these are: {', '.join(_KNOWN)}; or name its files with instruct_dataset"
         c.say(key, "refused", why)
-        for each in _KEYS:
-            c.say(prefix + each, "left", "belongs to this dataset")
+        c.say_all((prefix + each for each in _KEYS), "left", "belongs to this dataset")
         return {}
     source = c.get(f"{prefix}source", text, known.get("hub", ""))
     files = c.get(f"{prefix}data_files", text, "")
@@ -457,8 +438,7 @@ def _dataset(c: Translation, prefix: str) -> dict[str, Any]:
     ours = "data.eval.*" if prefix.startswith("dataset_val") else "data.train.*"
     where = in_words(ours, {name: value for name, value in found.items() if name != "format"})
     c.say(key, "carried", f"{where}, format.type={found['format']['type']}")
-    for each in ("source", "data_files", "split", "name", "subset"):
-        c.say(prefix + each, "carried", where)
+    c.say_all((prefix + each for each in ("source", "data_files", "split", "name", "subset")), "carried", where)
     return found
 
 
@@ -467,9 +447,8 @@ def _stack_exchange(c: Translation, prefix: str) -> dict[str, Any]:
     hub = _KNOWN[_STACK_EXCHANGE]["hub"]
     if c.get(f"{prefix}source", text, hub) == hub:
         c.say(f"{prefix}source", "carried", "its directory data/rl, as there")
-    for each in ("source", "data_files"):
-        why = "this dataset reads data/rl of its source: leave this out, and set the dataset's path in the result"
-        c.say(prefix + each, "refused", why)
+    why = "this dataset reads data/rl of its source: leave this out, and set the dataset's path in the result"
+    c.say_all((f"{prefix}source", f"{prefix}data_files"), "refused", why)
     return {"path": f"hf://datasets/{hub}/data/rl/*"}
 
 
@@ -501,8 +480,8 @@ def _format(c: Translation, prefix: str, name: str, known: dict[str, Any]) -> di
     elif "loss" not in made:
         c.say(f"{prefix}train_on_input", "same", "every token of a text is trained on")
     told = ", ".join(f"format.{field}={value}" for field, value in made.items() if value is not None)
-    for each in ("column_map", "column", "conversation_column", "conversation_style", "train_on_input"):
-        c.say(prefix + each, "carried", told)
+    keys = ("column_map", "column", "conversation_column", "conversation_style", "train_on_input")
+    c.say_all((prefix + each for each in keys), "carried", told)
     return made
 
 
@@ -516,10 +495,9 @@ def _packing(c: Translation, train: list[dict[str, Any]]) -> None:
     texts = bool(train) and all(each["format"]["type"] == "completion" for each in train)
     cut = texts and all(c.get(f"{prefix}split_across_pack", flag, True) for prefix in _prefixes(c, "dataset"))
     ours = "none" if not packed else "concat" if cut else "best_fit"
-    for key in (*keys, "packed"):
-        c.carry(key, "data.packing", ours)
-    for prefix in _prefixes(c, "dataset"):
-        c.say(f"{prefix}split_across_pack", "carried" if packed else "left", f"data.packing={ours}")
+    c.carry_all((*keys, "packed"), "data.packing", ours)
+    cuts = (f"{prefix}split_across_pack" for prefix in _prefixes(c, "dataset"))
+    c.say_all(cuts, "carried" if packed else "left", f"data.packing={ours}")
     c.default("data.packing", ours, "packed is off by default")
 
 

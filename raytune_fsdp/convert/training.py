@@ -39,11 +39,6 @@ def precision(c: Translation, *, default: str) -> str:
     return "bf16" if bf16 else "fp16" if fp16 else "fp32"
 
 
-def say_precision(c: Translation, found: str, *keys: str) -> None:
-    for key in keys:
-        c.carry(key, "parallel.precision", found)
-
-
 def _reports(c: Translation, key: str) -> None:
     found = c.get(key, words, [])
     if set(found) <= {"none"}:

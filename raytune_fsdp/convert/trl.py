@@ -29,21 +29,22 @@ from raytune_fsdp.convert.rules import (
 )
 from raytune_fsdp.convert.runs import ATTENTION_HERE, BUILDERS, attention, is_directory, part_of_files, place
 from raytune_fsdp.convert.sharding import sharded
-from raytune_fsdp.convert.training import TRAINING_OPTIONS, evaluates, finish_training, prepare_training, say_precision
+from raytune_fsdp.convert.training import TRAINING_OPTIONS, evaluates, finish_training, prepare_training
 
 _LR = 2e-5
-_LENGTH = 1024
+LENGTH = 1024
+"""The default of `max_length`, in all commands."""
 
 
 def prepare(c: Translation) -> None:
-    prepare_compute(c, lr=_LR)
+    prepare_compute(c)
     rows = _format(c)
     _packing(c, texts=rows["type"] == "completion")
     _lengths(c)
     named_data(c, rows)
 
 
-def prepare_compute(c: Translation, *, lr: float) -> None:
+def prepare_compute(c: Translation, *, lr: float = _LR) -> None:
     """Settle what all commands of TRL share: length, batch, precision, adapters."""
     mixed = prepare_training(c, lr=lr, output="trainer_output", default_precision="bf16")
     # Mixed precision and the type in which weights are loaded: without sharding the optimizer updates those.
@@ -57,7 +58,7 @@ def prepare_compute(c: Translation, *, lr: float) -> None:
         c.carry(
             own, "parallel.precision", found, "with FSDP or DeepSpeed theirs is bf16: fp32 weights in the optimizer"
         )
-    say_precision(c, found, own, "bf16", "fp16")
+    c.carry_all((own, "bf16", "fp16"), "parallel.precision", found)
     if found != "bf16":
         c.default("parallel.precision", found, "bf16 and dtype by default")
     adapters = c.get("use_peft", flag, False)
@@ -106,8 +107,7 @@ def _lengths(c: Translation) -> None:
     if key in c.given and spelled(c.given[key]) is None:
         c.say(key, "refused", "a sample has a fixed length here; give a number, such as the length of the longest row")
         return
-    c.carry(key, "data.seq_len", c.get(key, whole, _LENGTH))
-    c.default("data.seq_len", _LENGTH, "max_length by default")
+    c.carry_or_default(key, "data.seq_len", c.get(key, whole, LENGTH), "max_length by default")
 
 
 def named_data(c: Translation, rows: dict[str, Any]) -> None:
@@ -116,8 +116,8 @@ def named_data(c: Translation, rows: dict[str, Any]) -> None:
     numbers = sorted({int(each[1]) for each in found if each})
     train = [each for index in numbers for each in _dataset(c, f"datasets.{index}.", rows)]
     if numbers:
-        for key in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"):
-            c.say(key, "left", "datasets decides, there too")
+        others = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+        c.say_all(others, "left", "datasets decides, there too")
     elif "dataset_name" in c.given:
         train = [_named(c, rows)]
     if not train:
@@ -196,8 +196,7 @@ def _local(c: Translation, found: dict[str, Any]) -> dict[str, Any]:
     measured = {**found, "split": c.get("dataset_test_split", text, "test")}
     part_of_files(c, "dataset_train_split", found)
     where = in_words("data.train.0", {k: v for k, v in found.items() if k != "format"})
-    for key in ("dataset_name", "dataset_train_split"):
-        c.say(key, "carried", where)
+    c.say_all(("dataset_name", "dataset_train_split"), "carried", where)
     strategy = c.first("eval_strategy", "evaluation_strategy")
     if evaluates(c) and "test_split_size" not in c.given and is_directory(found["path"]):
         c.put("data.eval", [measured], strategy)
@@ -238,13 +237,12 @@ def _dataset(c: Translation, prefix: str, rows: dict[str, Any]) -> list[dict[str
         for each in found:
             each["share"] = c.get(f"{prefix}fraction", number, 0.0) / len(found)
         c.say(f"{prefix}fraction", "carried", "share: an epoch has as many rows as all datasets, theirs has fewer")
-    for key in ("path", "name", "split", "data_files"):
-        c.say(f"{prefix}{key}", "carried", where)
+    c.say_all((f"{prefix}{key}" for key in ("path", "name", "split", "data_files")), "carried", where)
     return [{**each, "format": rows} for each in found]
 
 
-def finish(c: Translation) -> None:
-    finish_training(c, lr=_LR)
+def finish(c: Translation, *, lr: float = _LR) -> None:
+    finish_training(c, lr=lr)
     c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
 
 

@@ -18,17 +18,15 @@ from raytune_fsdp.convert.rules import (
     whole,
 )
 from raytune_fsdp.convert.teachers import ALL_OTHERS, MIXED, ON_POLICY, carry_distillation, objective_in_words
-from raytune_fsdp.convert.training import TRAINING_OPTIONS, finish_training
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, named_data, prepare_compute
+from raytune_fsdp.convert.training import TRAINING_OPTIONS
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, LENGTH, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
-_LR = 2e-5
-_LENGTH = 1024
 _GENERATE = "write them beforehand with `raytune-fsdp generate`, and train on those rows"
 
 
 def _prepare(c: Translation) -> None:
     turn_off_dropout(c, adapts=c.get("use_peft", flag, False))
-    prepare_compute(c, lr=_LR)
+    prepare_compute(c)
     _policy(c)
     _divergence(c)
     teacher = "teacher_model_name_or_path"
@@ -41,8 +39,7 @@ def _prepare(c: Translation) -> None:
     c.tell_default("teacher.top_k", 64, f"there every token is compared, here the teacher's most likely; {ALL_OTHERS}")
     if "max_length" in c.given and spelled(c.given["max_length"]) is None:
         c.say("max_length", "refused", "a sample has a fixed length here; give a number")
-    c.carry("max_length", "data.seq_len", c.get("max_length", whole, _LENGTH))
-    c.default("data.seq_len", _LENGTH, "max_length by default")
+    c.carry_or_default("max_length", "data.seq_len", c.get("max_length", whole, LENGTH), "max_length by default")
     c.default("data.long_documents", "truncate", "there the last max_length tokens stay, here the first")
     c.default("data.packing", "none", "a sample is one row there; best_fit packs several, and the steps get fewer")
     rows = {"type": "chat", "loss": "last_turn"}
@@ -71,11 +68,6 @@ def _divergence(c: Translation) -> None:
         beta = 0
     carry_distillation(c, beta)
     c.say("beta", "carried", objective_in_words(c))
-
-
-def _finish(c: Translation) -> None:
-    finish_training(c, lr=_LR)
-    c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
 
 
 _OPTIONS = (
@@ -118,6 +110,6 @@ TRL_GKD = Project(
     "a key tells that. Options of TRL 1.16.",
     options=table(*COMPUTE_OPTIONS, *NAMED_DATA, *_OPTIONS),
     prepare=_prepare,
-    finish=_finish,
+    finish=finish,
     like="trl",
 )

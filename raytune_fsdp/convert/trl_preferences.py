@@ -1,8 +1,9 @@
-"""TRL: convert files for `trl dpo --config` and `trl kto --config`, and those of its ORPO and CPO trainers."""
+"""TRL: convert files for `trl dpo`, `trl kto` and `trl reward --config`, and those of its ORPO and CPO trainers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from raytune_fsdp.config.text import spelled
@@ -12,15 +13,18 @@ from raytune_fsdp.convert.preferences import (
     PAIRS,
     TOO_LONG,
     carry_objective,
+    carry_reward,
     losses_of_pairs,
     sample_of_two,
     turn_off_dropout,
+    without_head,
 )
 from raytune_fsdp.convert.rules import (
     Project,
     TheirOption,
     Translation,
     ask,
+    carry,
     flag,
     in_words,
     leave,
@@ -33,14 +37,20 @@ from raytune_fsdp.convert.rules import (
     text,
     whole,
 )
-from raytune_fsdp.convert.training import TRAINING_OPTIONS, finish_training
-from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, NAMED_DATA, PREPARED, named_data, prepare_compute
+from raytune_fsdp.convert.training import TRAINING_OPTIONS
+from raytune_fsdp.convert.trl import COMPUTE_OPTIONS, LENGTH, NAMED_DATA, PREPARED, finish, named_data, prepare_compute
 
 _LR = 1e-6
-_LENGTH = 1024
+_REWARD_LR = 1e-4
 _SEES = (
     "TRL looks at the rows: this is for texts; for messages set format.style=chat, where only "
     "the answer and its end count, not what the template writes around them; see `raytune-fsdp data preview`"
+)
+_REWARD_SEES = (
+    "TRL looks at the rows: this is for texts; for messages set format.style=chat; see `raytune-fsdp data preview`"
+)
+_REWARD_TOO_LONG = (
+    "a pair is left out there if one of its answers is longer than max_length, here if both together are than twice"
 )
 
 
@@ -56,7 +66,7 @@ def prepare_rows(
     if "max_length" in c.given and spelled(c.given["max_length"]) is None:
         why = "a sample has a fixed length here; give a number, such as the length of the longest row"
         c.say("max_length", "refused", why)
-    sample_of_two(c, "max_length", c.get("max_length", whole, _LENGTH), rows)
+    sample_of_two(c, "max_length", c.get("max_length", whole, LENGTH), rows)
     made = {"type": rows, "style": "plain"}
     c.tell_default("data.train.*.format", made, sees if rows == PAIRS else f"{sees}. {_APART}")
     c.default("data.packing", "none", "a sample is one row there; best_fit packs several, and the steps get fewer")
@@ -85,8 +95,7 @@ def _dpo(c: Translation) -> None:
     if weight or kind == "cpo":
         made["sft"] = {"weight": weight}
     carry_objective(c, kind, numbers, **made)
-    for key in ("rpo_alpha", "loss_weights"):
-        c.say(key, "carried", in_words("train.objective.sft.weight", weight))
+    c.say_all(("rpo_alpha", "loss_weights"), "carried", in_words("train.objective.sft.weight", weight))
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 
@@ -134,17 +143,20 @@ def _cpo(c: Translation) -> None:
         numbers["gamma"] = ("simpo_gamma", 0.5)
     if loss != "hinge":
         numbers["label_smoothing"] = ("label_smoothing", 0.0)
-    for key in ("label_smoothing", "simpo_gamma"):
-        if not any(key == each for each, _ in numbers.values()):
-            c.say(key, "left", f"means nothing to {loss}, there too")
+    unread = {"label_smoothing", "simpo_gamma"}.difference(key for key, _ in numbers.values())
+    c.say_all(unread, "left", f"means nothing to {loss}, there too")
     made: dict[str, Any] = {"loss": "hinge"} if loss == "hinge" else {}
     carry_objective(c, "simpo" if loss == "simpo" else "cpo", numbers, **made)
     c.say("loss_type", "carried", in_words("train.objective", c.fields["train.objective"]))
 
 
-def finish_rows(c: Translation, *, lr: float = _LR) -> None:
-    finish_training(c, lr=lr)
-    c.default("parallel.activation_checkpointing", "full", "gradient_checkpointing by default")
+def _reward(c: Translation) -> None:
+    carry_reward(c, "center_rewards_coefficient")
+    if c.get("use_peft", flag, False):
+        without_head(c, "lora_modules_to_save")
+    prepare_rows(c, PAIRS, lr=_REWARD_LR, long=("drop", _REWARD_TOO_LONG), sees=_REWARD_SEES)
+    why = "TRL takes a column `margin` if there is one: if so, set format.margin=margin"
+    c.tell_default("data.train.*.format.margin", None, why)
 
 
 def _truncation(c: Translation, key: str) -> None:
@@ -241,12 +253,26 @@ _CPO_OPTIONS = (
 )
 
 
+_REWARD_OPTIONS = (
+    settled("center_rewards_coefficient", "`train.objective.center`"),
+    carry("pad_token", "model.head.pad_token", text, "no text may end with it"),
+    refuse("eos_token", "a text ends with the tokenizer's own end token", off=()),
+    refuse(
+        "lora_task_type",
+        "the model has a head that scores",
+        off=("SEQ_CLS", "CAUSAL_LM"),
+        alike="the model has a head that scores",
+        here="same for SEQ_CLS, else refused",
+    ),
+)
+
+
 def project_of(
     command: str,
     about: str,
     prepare: Callable[[Translation], None],
     *options: TheirOption,
-    finish: Callable[[Translation], None] = finish_rows,
+    lr: float = _LR,
 ) -> Project:
     own = {name for option in options for name in option.names}
     others = (option for option in ROW_OPTIONS if own.isdisjoint(option.names))
@@ -257,7 +283,7 @@ def project_of(
         "older ones.",
         options=table(*options, *others),
         prepare=prepare,
-        finish=finish,
+        finish=partial(finish, lr=lr),
         like="trl",
     )
 
@@ -266,3 +292,4 @@ TRL_DPO = project_of("dpo", "Files for `trl dpo --config`.", _dpo, *_DPO_OPTIONS
 TRL_KTO = project_of("kto", "Files for `trl kto --config`.", _kto, *_KTO_OPTIONS)
 TRL_ORPO = project_of("orpo", "Files of an `ORPOConfig` (`trl.experimental.orpo`).", _orpo, *_ORPO_OPTIONS)
 TRL_CPO = project_of("cpo", "Files of a `CPOConfig` (`trl.experimental.cpo`), SimPO's, too.", _cpo, *_CPO_OPTIONS)
+TRL_REWARD = project_of("reward", "Files for `trl reward --config`.", _reward, *_REWARD_OPTIONS, lr=_REWARD_LR)

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import TextIO
 
@@ -465,3 +465,15 @@ def _pooled(values: Sequence[float], count: int) -> list[float]:
         finite = [value for value in share if math.isfinite(value)]
         pooled.append(fmean(finite) if finite else math.nan)
     return pooled
+
+
+def aligned(cells: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return the rows of a table in lines; the columns `right` end together, the others begin together."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]

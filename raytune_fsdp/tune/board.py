@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.record.console import aligned
 from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.report.overview import last_step, steps_of
 from raytune_fsdp.record.screen_messages import tell
@@ -64,7 +65,7 @@ class SweepBoard:
         for row in rows[:most]:
             value = "-" if row.value is None else f"{row.value:.4f}"
             cells.append((self._name(row), value, f"{row.step:,}", row.state, _changes(row)))
-        lines = _aligned(cells, right=(1, 2))
+        lines = aligned(cells, right=(1, 2))
         if others := rows[most:]:
             states = Counter(row.state for row in others)
             said = ", ".join(f"{many} {state}" for state, many in states.most_common())
@@ -84,7 +85,7 @@ class SweepBoard:
             cells.append(
                 (name, row.metric, f"{row.step:,}", str(row.seeds), f"{row.mean:.4f}", spread, difference, said)
             )
-        return _aligned(cells, right=(2, 3))
+        return aligned(cells, right=(2, 3))
 
     def show(self, runs: Iterable[TrialRun]) -> None:
         """Show on a terminal where the trials are that run."""
@@ -113,14 +114,3 @@ def _changes(row: Standing) -> str:
     changes = row.changes.items()
     text = ", ".join(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in changes)
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}…"
-
-
-def _aligned(cells: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return the rows of a table in lines; the columns `right` end together, the others begin together."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        sized = zip(row, widths, strict=True)
-        padded = (cell.rjust(size) if n in right else cell.ljust(size) for n, (cell, size) in enumerate(sized))
-        lines.append("  ".join(padded).rstrip())
-    return lines

@@ -19,10 +19,12 @@ _MOST_TURNS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
+    """What a sweep takes. Its fields are the keys of `--json`."""
+
     trials: int
     steps: int
     """Steps of all trials together. A sweep whose trials go on or not as they arrive may take others."""
-    full: int
+    full_steps: int
     """The steps that all trials have together, if each is trained to its end."""
     tokens: int
     """Tokens of the steps, with padding."""
@@ -57,7 +59,7 @@ def cost_of(
                 seconds[key] = _seconds(config, plan, gpu, per_node)
             hours += many * seconds[key] * plan.layout.world / 3600
     return Cost(
-        trials=len(trained), steps=sum(trained.values()), full=sum(plan.steps for plan, *_ in of), tokens=tokens,
+        trials=len(trained), steps=sum(trained.values()), full_steps=sum(plan.steps for plan, *_ in of), tokens=tokens,
         gpu_hours=hours,
     )  # fmt: skip
 
@@ -103,7 +105,9 @@ def _played(spec: SweepSpec, scheduler: Scheduler, steps: Sequence[int]) -> dict
 def in_words(spec: SweepSpec, cost: Cost, price: float | None = None, *, begun: bool = False) -> list[str]:
     """Say what a sweep takes, in lines. `begun`: part of it is trained already, and counts, too."""
     in_all = " in all" if begun else ""
-    share = f", {100 * cost.steps / cost.full:.0f} % of what all would take to their ends" if cost.full else ""
+    share = (
+        f", {100 * cost.steps / cost.full_steps:.0f} % of what all would take to their ends" if cost.full_steps else ""
+    )
     lines = [f"{cost.trials} trials, {cost.steps:,} steps{in_all}{share}; {cost.tokens / 1e6:,.1f} million tokens"]
     if cost.gpu_hours is not None:
         money = "" if price is None else f", {cost.gpu_hours * price:,.2f}"
@@ -112,11 +116,3 @@ def in_words(spec: SweepSpec, cost: Cost, price: float | None = None, *, begun: 
         if most is not None and cost.gpu_hours > most:
             lines.append(f"that is more than budget.gpu_hours={most:g}: the sweep will stop before it is over")
     return lines
-
-
-def as_data(cost: Cost) -> dict[str, object]:
-    """Return the same for programs."""
-    return {
-        "trials": cost.trials, "steps": cost.steps, "full_steps": cost.full, "tokens": cost.tokens,
-        "gpu_hours": cost.gpu_hours,
-    }  # fmt: skip

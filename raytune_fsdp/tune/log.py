@@ -8,7 +8,7 @@ are in `times.jsonl` beside it, which nothing is decided by.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -134,13 +134,9 @@ class SweepLog:
         Raises ResumeError if it is not a log of this version.
         """
         self.path = path
-        self._entries, self._size, torn = _read(path)
+        self.entries, self._size, torn = _read(path)
         if torn:
             self._cut()
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        return self._entries
 
     def append(self, entries: Iterable[Entry]) -> None:
         """Add entries, and wait until storage has them. After a crash the last of them may be missing.
@@ -164,16 +160,16 @@ class SweepLog:
                 raise
             if begins:
                 sync_directory(self.path.parent)
-        self._entries += added
+        self.entries += added
         self._size += len(content)
 
     def begin_again(self, begun: SweepBegun) -> None:
         """Replace the first entry, from which nothing has followed. Raises TransientError if it cannot be written."""
-        entries = [begun, *self._entries[1:]]
+        entries = [begun, *self.entries[1:]]
         content = b"".join(map(line_of, entries))
         with writing(self.path):
             replace_durably(self.path, content.decode(), private=True)
-        self._entries, self._size = entries, len(content)
+        self.entries, self._size = entries, len(content)
 
     def _cut(self) -> None:
         handle = open_regular(self.path, write=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -184,7 +184,11 @@ def _config(
     if RECIPE in flags:
         base = str(flags.pop(RECIPE))
         # A flag for a field goes over one for its section: what the space gives as a whole stays whole.
-        shared = {each: value for each, value in _leaves(spec.base, "") if not _is_below(each, flags)}
+        shared = {
+            each: value
+            for each, value in _leaves(spec.base, "")
+            if not any(each.startswith(f"{field}.") for field in flags)
+        }
         flags = {**shared, **flags}
     flags |= {"run.name": run_name_of(spec, trial, generation), "run.storage": spec.storage, "run.resume": "auto"}
     # Of a base that is the config of another sweep's run.
@@ -224,10 +228,6 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for name, value in tree.items():
         yield from _leaves(value, f"{path}.{name}" if path else str(name))
-
-
-def _is_below(name: str, fields: Iterable[str]) -> bool:
-    return any(name.startswith(f"{field}.") for field in fields)
 
 
 def _in_our_words(line: str, changes: Mapping[str, Any]) -> str:

@@ -117,7 +117,7 @@ def test_ten_steps_are_what_the_ranks_trained_on(run: tuple[FinetuneConfig, Path
             for origin in each.origins:
                 path, _, line = origin.where.rpartition(":")
                 row = rows[path][int(line) - 1]["input_ids"]
-                assert Path(path).stem == past.names[origin.dataset]
+                assert Path(path).stem == past.windows.names[origin.dataset]
                 length = min(48, len(row) - origin.first_token)
                 part = each.sample.input_ids[start : start + length].tolist()
                 assert part == row[origin.first_token : origin.first_token + length]

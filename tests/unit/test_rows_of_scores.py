@@ -489,8 +489,8 @@ def test_people_see_classes_and_scores(tmp_path: Path) -> None:
     assert lines[2] == "  word number 0«<|pad|>»" and "document 2, class 'good', weight 2, rows" in lines[3]
     origins = windows.origins(0, 0)[0]
     past = PastStep(
-        step=1, line=None, names=windows.names, columns=windows.columns, scoring=windows.scoring,
-        tokenizer=demo_tokenizer(), samples=[PastSample(sample=all_samples(windows)[0], at=Cursor(), origins=origins)],
+        step=1, line=None, windows=windows, tokenizer=demo_tokenizer(),
+        samples=[PastSample(sample=all_samples(windows)[0], at=Cursor(), origins=origins)],
     )  # fmt: skip
     of_step = list(_lines(past, None, "", text=True))
     assert of_step[2].endswith(f"{tmp_path / 'rows.jsonl'}:1, class 'bad': 7 tokens, 1 trained")

@@ -237,7 +237,7 @@ def test_what_a_sweep_takes_is_said_before_it_starts(tmp_path: Path) -> None:
     spec = sweep_of(tmp_path)
     configs, scheduler = checked(spec)
     cost = cost_of(spec, scheduler, configs)
-    assert (cost.trials, cost.steps, cost.full) == (4, 4 * 4 + 2 * 4 + 8, 64)
+    assert (cost.trials, cost.steps, cost.full_steps) == (4, 4 * 4 + 2 * 4 + 8, 64)
     assert cost.tokens == cost.steps * 10 * 48
     assert in_words(spec, cost)[0].startswith("4 trials, 32 steps, 50 % of what all would take")
     every = sweep_of(tmp_path, scheduler={"type": "none"})

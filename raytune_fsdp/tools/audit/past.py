@@ -24,7 +24,6 @@ from raytune_fsdp.config import FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.sections.formats import PythonFormat
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.packing import RowOrigin
-from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE, travelling
@@ -60,12 +59,8 @@ class PastStep:
     line: Mapping[str, Any] | None
     """The step in `metrics.jsonl`; None if it was not trained yet: then nothing proves that these are its samples."""
     samples: Sequence[PastSample]
-    names: Sequence[str]
-    """The names of the datasets."""
-    columns: Sequence[str]
-    """The names of the numbers that the loss is told of each document."""
-    scoring: Scoring | None
-    """How documents are scored; None: their tokens are predicted."""
+    windows: Windows
+    """The windows of the run's data, which know its datasets and what its rows say besides tokens."""
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -132,9 +127,7 @@ def past_step(config: FinetuneConfig, place: RunDir, step: int, progress: Progre
             PastSample(sample=sample, at=at, origins=origins[at.epoch, at.window][at.index])
             for sample, at in zip(samples, places, strict=True)
         ],
-        names=windows.names,
-        columns=windows.columns,
-        scoring=windows.scoring,
+        windows=windows,
         tokenizer=tokenizer,
     )
 

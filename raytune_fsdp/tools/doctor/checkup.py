@@ -203,11 +203,15 @@ class Checkup:
     def _of_services(self, config: FinetuneConfig) -> Iterator[_Check]:
         if services.is_server_asked(config):
             alone = "ask it without MLflow (curl -m 5 ADDRESS/health), or run doctor again"
-            yield self._in_process(_ask_mlflow, config, checks={"MLflow": alone})
+            yield self._in_process(
+                _ask, services.check_mlflow, config, "MLflow", _HUNG_SERVER, checks={"MLflow": alone}
+            )
         else:
             yield self._begin("MLflow", partial(services.check_mlflow, config), _AGAIN)
         if is_url(place := RunDir.of(config).checkpoints):
-            yield self._in_process(_ask_store, place, checks={"store": _AGAIN})
+            yield self._in_process(
+                _ask, storage.check_object_store, place, "store", _HUNG_STORE, checks={"store": _AGAIN}
+            )
 
     def _of_storage(self, config: FinetuneConfig, token: Token) -> Iterator[_Check]:
         asked = Asked()
@@ -230,14 +234,11 @@ class Checkup:
         )
 
 
-def _ask_mlflow(send: Send, config: FinetuneConfig, _: Deadline) -> None:
-    for finding in services.check_mlflow(config, lambda what: send(Question("MLflow", what, _HUNG_SERVER))):
-        send(finding)
-
-
-def _ask_store(send: Send, url: str, _: Deadline) -> None:
-    for finding in storage.check_object_store(url, lambda what: send(Question("store", what, _HUNG_STORE))):
-        send(finding)
+def _ask(
+    send: Send, check: Callable[..., list[Finding]], what: FinetuneConfig | str, name: str, hung: str, _: Deadline
+) -> None:
+    """Make a check of a server. `hung`: what to do if that does not answer."""
+    send(check(what, lambda asked: send(Question(name, asked, hung))))
 
 
 def _late_token(putting: Future[Token], place: RunDir, asked: Asked) -> list[Finding]:

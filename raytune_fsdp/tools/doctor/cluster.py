@@ -120,8 +120,7 @@ def _without(send: Send, config: FinetuneConfig | None, here: Mapping[str, Any],
 
         asked = _plan(send, config, [this_machine(config.cluster, len(here["gpus"]))], growing=False)
         if asked is not None and asked.device == "cuda":
-            for finding in check_bf16(here, "this machine", config.parallel.precision):
-                send(finding)
+            send(check_bf16(here, "this machine", config.parallel.precision))
     if network:
         send(
             warning(
@@ -177,8 +176,7 @@ def _look_at(
         found += limits or [ok("limits", f"/dev/shm and open files are enough on {many(len(facts), 'node')}")]
         now = time.time()
         found += check_clocks({name: _offset(each["clock"], asked, now) for name, each in facts.items()})
-        for finding in found:
-            send(finding)
+        send(found)
     for each in there:
         if each.id not in lost:
             on_gpus = asks is not None and asks.device == "cuda" and room(asks, [each]) > 0
@@ -205,8 +203,7 @@ def _of_gpus(send: Send, config: FinetuneConfig | None, facts: Mapping[str, Any]
     if on_gpus and config is not None:
         found += check_bf16(facts, where, config.parallel.precision)
         found.append(check_packages(config.model.attention, facts["packages"], where))
-    for finding in found:
-        send(finding)
+    send(found)
 
 
 def _offset(clock: tuple[float, float], asked: float, now: float) -> float:
@@ -288,8 +285,7 @@ def _measure(send: Send, config: FinetuneConfig, nominal: float | None) -> None:
         return
     try:
         ranks = on_ranks(config, asked, measure, first=preload, wait=20.0, seconds=_NETWORK_SECONDS)
-        for finding in judge(ranks, nominal):
-            send(finding)
+        send(judge(ranks, nominal))
     except LateError as error:
         send(warning("network", str(error), _NODE_ALONE))
     except RaytuneError as error:

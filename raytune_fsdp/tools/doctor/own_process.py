@@ -30,7 +30,7 @@ class Question:
 
 
 Send = Callable[[object], None]
-"""Takes findings, questions, anything else that the caller of `run` takes, and None at the end."""
+"""Takes a finding or a list of some, a question, anything else that `take` takes, and None at the end."""
 
 
 def run_apart(
@@ -63,6 +63,8 @@ def run_apart(
                 return found
             if isinstance(sent, Finding):
                 found.append(sent)
+            elif isinstance(sent, list):
+                found += sent
             elif isinstance(sent, Question):
                 about = sent
                 asked.begin(sent.what)

@@ -47,8 +47,7 @@ def _said(send: Send, check: str, work: Callable[[], list[Finding]]) -> None:
         found = work()
     except Exception as error:
         found = [failed(check, error)]
-    for each in found:
-        send(each)
+    send(found)
 
 
 def _kernels(config: FinetuneConfig | None, is_local: bool) -> list[Finding]:

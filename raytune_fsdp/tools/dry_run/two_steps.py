@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import Interrupted, TrainingError
@@ -15,15 +15,18 @@ from raytune_fsdp.launch.quiet import ignoring_warnings, quieting
 from raytune_fsdp.launch.run_lock import locked
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.launch.torchrun import is_rank0
-from raytune_fsdp.plan.run_dir import storage_of
+from raytune_fsdp.plan.run_dir import RunDir, storage_of
 from raytune_fsdp.run.checks import check_config
+from raytune_fsdp.run.forks.parent import entry_of_fork, fork_of
 from raytune_fsdp.run.places import check_beginning
+from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume
+from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.tools.dry_run.outcome import DryRun, measured
 from raytune_fsdp.tools.dry_run.scratch import scratch
 from raytune_fsdp.tools.dry_run.trial import trial_of
 
-if TYPE_CHECKING:
-    from raytune_fsdp.run.resume import Resumed
+_ORDER = "data.order_version"
+"""The entry of an identity for the version of the rules by which rows are read."""
 
 
 def dry_run(
@@ -43,10 +46,7 @@ def dry_run(
     begun = None
     if is_rank0():  # here, as the directory of the trial has no mark of this user's
         check_beginning(config, trusted=trust_places)
-        if config.run.fork is not None:
-            from raytune_fsdp.tools.dry_run.fork import begun_with
-
-            begun = begun_with(config, trusted=trust_places)
+        begun = _begun_with(config, trusted=trust_places)
     began, storage = began or time.time(), storage_of(config)
     # The other ranks of torchrun never ask for the place of the run: they get it from rank 0.
     here = scratch(storage, f"dry-run-{config.run.name}-") if is_rank0() else nullcontext(storage / "dry-run")
@@ -76,7 +76,31 @@ def _tried(
 
             prepared, _ = run(trial, progress, dry=True, force=force, trust_places=True)
         if begun is not None:
-            from raytune_fsdp.tools.dry_run.fork import check_changes
-
-            check_changes(config, begun, prepared)
+            _check_changes(config, begun, prepared)
         return measured(config, trial, prepared, began) if is_rank0() else None
+
+
+# Whether a run could begin as a fork: its dry run begins with the model's own files, and so does not ask.
+
+
+def _begun_with(config: FinetuneConfig, *, trusted: bool) -> Resumed | None:
+    """Return the checkpoint of its parent with which a fork would begin; None: it has its own, or is no fork. Raises if
+    there is no such checkpoint. `trusted`: as in `finetune`."""
+    fork = fork_of(config)
+    if fork is None:
+        return None
+    found = find_resume(RunDir.of(config), resume=config.run.resume, fork=fork, trusted=trusted)
+    return None if found.parent is None else found
+
+
+def _check_changes(config: FinetuneConfig, begun: Resumed, tried: RunInputs) -> None:
+    """Refuse what a fork may not change, as far as the run that was tried tells: it has read the model's own files, and
+    rows by the newest rules."""
+    if begun.state.identity.get(_ORDER) != tried.identity.get(_ORDER):
+        return
+    before, now = (
+        {key: value for key, value in identity.items() if not key.startswith("model.")}
+        for identity in (begun.state.identity, tried.identity)
+    )
+    now |= entry_of_fork(config, begun.parent, begun.state, now)
+    check_same_run(replace(begun, state=replace(begun.state, identity=before)), now, tried.files_of_data)

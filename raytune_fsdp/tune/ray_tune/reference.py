@@ -120,11 +120,6 @@ def config_of(given: Mapping[str, Any], cwd: Path) -> FinetuneConfig:
     return config
 
 
-def forked(config: FinetuneConfig, fork: Mapping[str, Any] | None) -> FinetuneConfig:
-    """Return the config of a run that begins as another one of the same storage was after a step; None: as it is."""
-    return config if fork is None else with_run(config, fork=dict(fork))
-
-
 def with_run(config: FinetuneConfig, **fields: Any) -> FinetuneConfig:
     """Return a config with other values in its section `run`."""
     return _with(config, "run", **fields)

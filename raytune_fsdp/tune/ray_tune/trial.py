@@ -39,7 +39,6 @@ from raytune_fsdp.tune.ray_tune.reference import (
     TrialReference,
     check_reference,
     config_of,
-    forked,
     hash_of,
     with_run,
 )
@@ -95,7 +94,8 @@ class RunTrial(Trainable):  # type: ignore[misc]
 
     def _be(self, name: str, *, fork: Mapping[str, Any] | None, seen: int) -> None:
         """Be this run, of which Tune has seen the evaluations up to that of step `seen`."""
-        self._config = forked(with_run(self._base, name=name), fork)
+        config = with_run(self._base, name=name)
+        self._config = config if fork is None else with_run(config, fork=dict(fork))
         self._place, self._fork, self._seen = RunDir.of(self._config), fork, seen
         self._evaluations = _Evaluations(self._place, seen)
         self._over = _is_complete(self._config, self._place)

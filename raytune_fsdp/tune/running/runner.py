@@ -79,11 +79,6 @@ class TrialRun:
         """What its process has taken: nothing as long as it waits for room, and so has no ranks."""
         return time.monotonic() - self.since if self.measured.attempt > self.attempt else 0.0
 
-    @property
-    def found_no_room(self) -> bool:
-        """Whether that is why its last process has ended."""
-        return self.measured.no_room > self.no_room
-
 
 class Runner:
     """Runs one sweep to its end."""
@@ -328,7 +323,7 @@ class Runner:
         """
         if code == _REFUSED and _WORKED_ON in error:
             return  # it is waited for
-        if run.found_no_room:  # others have it, and nothing is wrong with the trial
+        if run.measured.no_room > run.no_room:  # others have it, and nothing is wrong with the trial
             if not run.said_no_room:
                 self._board.say(f"{run.name} waits for room: {error}")
             run.said_no_room, run.again_at = True, time.monotonic() + _AGAIN_SECONDS[0]
@@ -362,8 +357,8 @@ class Runner:
 
     def _end_all(self) -> None:
         """Let all processes commit and end, and wait for them; at another wish to stop, end them at once."""
-        stopping = {number: run for number, run in self._runs.items() if run.child is not None}
-        running = [run.child for run in stopping.values() if run.child is not None]
+        stopping = [(number, run, run.child) for number, run in self._runs.items() if run.child is not None]
+        running = [child for *_, child in stopping]
         for child in running:
             if not child.asked:  # one that commits must not be ended
                 child.stop()
@@ -376,9 +371,8 @@ class Runner:
                 for child in running:
                     child.kill()
             time.sleep(_LOOK_SECONDS)
-        for number, run in stopping.items():
-            assert run.child is not None
-            self._times.ended(number, run.name, run.child.code(), run.seconds)
+        for number, run, child in stopping:
+            self._times.ended(number, run.name, child.code(), run.seconds)
 
 
 def _is_to_begin(run: TrialRun, stretch: Stretch) -> bool:

@@ -97,7 +97,5 @@ _LENGTH = "train.max_steps"
 
 
 def _stretch(each: TrialHistory, until: int | None) -> Stretch:
-    if not each.draws:
-        return Stretch(each.number, until, changes=each.trial.changes)
-    newest = each.draws[-1]
-    return Stretch(each.number, until, (newest.source, newest.step), len(each.draws), newest.changes)
+    fork = (each.draws[-1].source, each.draws[-1].step) if each.draws else None
+    return Stretch(each.number, until, fork, len(each.draws), each.changes)
