@@ -37,6 +37,7 @@ from raytune_fsdp.data.sources.source import (
     Columns,
     File,
     Keys,
+    Part,
     Row,
     compression_of,
     reading,
@@ -55,21 +56,16 @@ _FILE_MARK = b"ARROW1\0\0"
 _TAKE_ROWS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class ArrowRows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrowRows(Part):
     """The rows of one Arrow file."""
 
-    shown: str
-    fingerprint: str
-    count: int
     stored: Stored
     batches: str
     """File in the cache that lists where the record batches are."""
     columns: Columns
     groups: str | None = None
     """File in the cache with the sizes of stretches (`Source.blocks`), if they are not record batches."""
-    most: int | None = None
-    """The most bytes that a row may have."""
 
     def blocks(self) -> Iterable[int]:
         if self.groups is not None:
@@ -82,9 +78,6 @@ class ArrowRows:
     @property
     def keys(self) -> Keys:
         return keys_of_schema(self._schema())
-
-    def where(self, index: int) -> str:
-        return f"{self.shown}, row {index + 1}"
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         _, ends = self._table()

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
@@ -78,8 +77,7 @@ def open_source(
         parts = _open_files(found.files, kind, columns, cache=cache, in_place=in_place, progress=progress, keys=keys)
     if format is not None:
         order_version = max(order_version, lowest_order(format, (part.keys for part in parts)))
-    limited: tuple[Any, ...] = parts
-    parts = tuple(replace(part, most=max_row_bytes) for part in limited)
+    parts = tuple(replace(part, most=max_row_bytes) for part in parts)
     source = Files(label, parts, columnar, order_version)
     if not len(source):
         raise DataError(f"{label}: has no rows; correct the dataset's path, hub name or split")

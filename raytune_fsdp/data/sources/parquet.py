@@ -44,38 +44,29 @@ from raytune_fsdp.data.sources.handles import (
 from raytune_fsdp.data.sources.keys import cached_keys, keys_of_schema
 from raytune_fsdp.data.sources.prepared import prepare_file, touch
 from raytune_fsdp.data.sources.remote import with_version
-from raytune_fsdp.data.sources.source import Columns, File, Keys, Row, compression_of, reading
+from raytune_fsdp.data.sources.source import Columns, File, Keys, Part, Row, compression_of, reading
 
 _BUFFER_BYTES = 1 << 20
 # How much of a file is in memory as decoded rows while it is written as Arrow.
 _BATCH_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ParquetRows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetRows(Part):
     """The rows of one Parquet file, read in place by row group."""
 
-    shown: str
-    fingerprint: str
-    count: int
     file: File
     stored: Stored | None
     """The file, if it is local."""
     groups: str
     columns: Columns
-    most: int | None = None
-    """The most bytes that a row may have."""
     keys: Keys = Keys()
-    """The keys that its rows may have, if they were asked for."""
 
     def blocks(self) -> Iterable[int]:
         return read_groups(self.groups)
 
     def touch(self) -> None:
         touch(self.groups)
-
-    def where(self, index: int) -> str:
-        return f"{self.shown}, row {index + 1}"
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         ends = OPEN.get(("groups", self.groups), lambda: np.cumsum(read_groups(self.groups), dtype=np.int64))

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -145,27 +146,31 @@ class Source(Protocol):
         """Return these rows with other columns, where files allow reading only some."""
 
 
-class Part(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(ABC):
     """The rows of one file."""
 
-    @property
-    def shown(self) -> str: ...
+    shown: str
+    fingerprint: str
+    count: int
+    most: int | None = None
+    """The most bytes that a row may have."""
 
     @property
-    def fingerprint(self) -> str: ...
+    @abstractmethod
+    def keys(self) -> Keys:
+        """The keys that its rows may have; of most files, only if they were asked for."""
 
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def keys(self) -> Keys: ...
-
+    @abstractmethod
     def blocks(self) -> Iterable[int]: ...
 
-    def where(self, index: int) -> str: ...
+    def where(self, index: int) -> str:
+        return f"{self.shown}, row {index + 1}"
 
+    @abstractmethod
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]: ...
 
+    @abstractmethod
     def touch(self) -> None: ...
 
 

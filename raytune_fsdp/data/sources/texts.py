@@ -39,6 +39,7 @@ from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     File,
     Keys,
+    Part,
     Row,
     compression_of,
     ending_of,
@@ -62,13 +63,10 @@ _RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TextRows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRows(Part):
     """The rows of one text file."""
 
-    shown: str
-    fingerprint: str
-    count: int
     stored: Stored
     spans: str
     syntax: str
@@ -76,10 +74,7 @@ class TextRows:
     delimiter: str
     first: int = 0
     """Place of its first row in the file `spans`, which may hold the rows of many files."""
-    most: int | None = None
-    """The most bytes that a row may have."""
     keys: Keys = Keys()
-    """The keys that its rows may have, if they were asked for."""
 
     def blocks(self) -> Iterable[int]:
         for first in range(0, self.count, _BLOCK_ROWS):
@@ -90,7 +85,7 @@ class TextRows:
 
     def where(self, index: int) -> str:
         if self.syntax == "json":
-            return f"{self.shown}, row {index + 1}"
+            return Part.where(self, index)
         return f"{self.shown}:{self._spans()[index]['line']}"
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
