@@ -122,17 +122,9 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _exact(self) -> Self:
+    def _together(self) -> Self:
         check_exact(self.run, self.parallel)
-        return self
-
-    @model_validator(mode="after")
-    def _tensor(self) -> Self:
         check_tensor(self.parallel.mesh.tensor, self.run, self.method, self.optim.optimizer)
-        return self
-
-    @model_validator(mode="after")
-    def _objective(self) -> Self:
         check_objective(
             self.train.objective, self.data, self.reference, self.eval, self.model, self.teacher, self.parallel
         )
