@@ -4,8 +4,7 @@
     rules.py       what all sections have in common, and checks that several of them share
     every.py       how often something is done
     objective.py   whether an objective suits the rest
-    tensor.py      whether the rest suits layers that ranks share
-    exact.py       whether the rest suits runs with the same bits everywhere
+    ranks.py       whether the rest suits runs with the same bits everywhere, and layers that ranks share
     recorded.py    what others may read of a config, and where it differs from the defaults
 
 How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
@@ -25,8 +24,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.exact import check_exact
 from raytune_fsdp.config.objective import check_objective
+from raytune_fsdp.config.ranks import check_exact, check_tensor
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
@@ -55,7 +54,6 @@ from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
 from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
-from raytune_fsdp.config.tensor import check_tensor
 
 
 class FinetuneConfig(Section):
