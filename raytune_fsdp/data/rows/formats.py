@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from raytune_fsdp.base.batch import Int32Array
 
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -279,9 +280,9 @@ class Formatter:
         """
         rows = rows if made else [self._made(row, where) for row, where in zip(rows, wheres, strict=True)]
         if isinstance(self.format, PreferenceFormat | BinaryFormat):
-            groups = [self._answers_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+            groups = [or_error(self._answers, row, where) for row, where in zip(rows, wheres, strict=True)]
             return self._in_groups(groups, wheres)
-        begun = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+        begun = [or_error(self._begin, row, where) for row, where in zip(rows, wheres, strict=True)]
         documents = self._tokenized(begun, wheres)
         if not self._columns and not isinstance(self.format, ScoreFormat):
             return documents
@@ -296,14 +297,14 @@ class Formatter:
     ) -> list[Document | RowError]:
         """Return each row's prompt with the answer of the other row, as KTO needs it; of formats of judged answers."""
         groups: list[list[Answers | RowError]] = [
-            [self._answers_or_error(self._made(row, where), where) for row, where in zip(some, wheres, strict=True)]
+            [or_error(self._answers, self._made(row, where), where) for row, where in zip(some, wheres, strict=True)]
             for some in (rows, others)
         ]
         begun: list[RowText | Document | _Begun | RowError] = []
         for one, other in zip(*groups, strict=True):
             error = one if isinstance(one, RowError) else other
             if isinstance(one, Answers) and isinstance(other, Answers):
-                begun.append(self._side_or_error(one.with_answer_of(other), wheres[len(begun)]))
+                begun.append(or_error(self._side, one.with_answer_of(other), wheres[len(begun)]))
             else:
                 assert isinstance(error, RowError), error
                 begun.append(error)
@@ -321,7 +322,7 @@ class Formatter:
             if isinstance(group, RowError):
                 continue
             own = [f"{where}: {column}" for column in group.columns]
-            begun += [self._side_or_error(side, place) for side, place in zip(group.sides, own, strict=True)]
+            begun += [or_error(self._side, side, place) for side, place in zip(group.sides, own, strict=True)]
             places += own
         made = iter(self._tokenized(begun, places))
         found: list[Document | RowError] = []
@@ -343,7 +344,7 @@ class Formatter:
     ) -> list[Document | RowError]:
         """Render and encode what has been read; return documents, or what is wrong."""
         render_ahead([each.rendering for each in begun if isinstance(each, _Begun)])
-        read = [self._finish_or_error(each) if isinstance(each, _Begun) else each for each in begun]
+        read = [or_error(self._finish, each) if isinstance(each, _Begun) else each for each in begun]
         # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, RowText)]
         encoded: Iterator[Tokens] = iter(())
@@ -382,21 +383,14 @@ class Formatter:
 
     def _made(self, row: dict[str, Any] | RowError, where: str) -> dict[str, Any] | RowError:
         """Return what the user's function makes of a row, if the format has one."""
-        if self.function is None or isinstance(row, RowError):
-            return row
-        try:
-            return self.function(row, where)
-        except RowError as error:
-            return error
+        return row if self.function is None else or_error(self.function, row, where)
 
     def _told(self, document: Document | RowError, row: dict[str, Any] | RowError, where: str) -> Document | RowError:
         """Return the document with the columns of its row that a loss is told."""
-        if isinstance(document, RowError) or isinstance(row, RowError):
+        if isinstance(document, RowError):
             return document
-        try:
-            return replace(document, columns=self._told_of(row, where))
-        except RowError as error:
-            return error
+        columns = or_error(self._told_of, row, where)
+        return columns if isinstance(columns, RowError) else replace(document, columns=columns)
 
     def _told_of(self, row: dict[str, Any], where: str) -> tuple[float, ...]:
         if isinstance(self.format, ScoreFormat):
@@ -404,46 +398,17 @@ class Formatter:
             return read_told(row, self.format, self._scoring, where)
         return tuple(read_number(row, name, where) for name in self._columns)
 
-    def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> RowText | Document | _Begun | RowError:
-        if isinstance(row, RowError):
-            return row
-        try:
-            return self._begin(row, where)
-        except RowError as error:
-            return error
-
     def _answers(self, row: dict[str, Any], where: str) -> Answers:
         assert isinstance(self.format, PreferenceFormat | BinaryFormat)
         return read_group(row, self.format, where, columnar=self._columnar, order=self._order)
 
-    def _answers_or_error(self, row: dict[str, Any] | RowError, where: str) -> Answers | RowError:
-        if isinstance(row, RowError):
-            return row
-        try:
-            return self._answers(row, where)
-        except RowError as error:
-            return error
-
-    def _side_or_error(self, side: Side, where: str) -> RowText | _Begun | RowError:
-        try:
-            whole = self._scoring is not None
-            if not isinstance(side, Texts):
-                return self._render(side, None if whole else "assistant")
-            prompt, answer = (self._in_text.guard(text, where) for text in (side.prompt, side.answer))
-            spans = None if whole else [(len(prompt), len(prompt) + len(answer))]
-            return self._text(prompt + answer, spans, plain=True)
-        except RowError as error:
-            return error
-
-    def _finish_or_error(self, begun: _Begun) -> RowText | RowError:
-        try:
-            return self._finish(begun)
-        except RowError as error:
-            return error
-
-    def _read(self, row: dict[str, Any], where: str) -> RowText | Document:
-        begun = self._begin(row, where)
-        return self._finish(begun) if isinstance(begun, _Begun) else begun
+    def _side(self, side: Side, where: str) -> RowText | _Begun:
+        whole = self._scoring is not None
+        if not isinstance(side, Texts):
+            return self._render(side, None if whole else "assistant")
+        prompt, answer = (self._in_text.guard(text, where) for text in (side.prompt, side.answer))
+        spans = None if whole else [(len(prompt), len(prompt) + len(answer))]
+        return self._text(prompt + answer, spans, plain=True)
 
     def _begin(self, row: dict[str, Any], where: str) -> RowText | Document | _Begun:
         format = self.format
@@ -546,6 +511,16 @@ class Formatter:
                 "no_targets",
             )
         return None
+
+
+def or_error(read: Callable[..., T], row: object, *where: str) -> T | RowError:
+    """Return what is read of a row, or what is wrong with the row."""
+    if isinstance(row, RowError):
+        return row
+    try:
+        return read(row, *where)
+    except RowError as error:
+        return error
 
 
 def _content(document: Document | RowError) -> Any:
