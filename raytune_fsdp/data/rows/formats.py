@@ -164,7 +164,8 @@ class Formatter:
         self._vocab_size = vocab_size
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._in_text = SpecialTokens(self._special, special_tokens)
-        self._templates: list[ChatTemplate] = []
+        self.templates: tuple[ChatTemplate, ...] = ()
+        """Those of conversations without tools and with them; none if the format needs none."""
         self._habits: dict[tuple[bool, bool], Habits] = {}
         if isinstance(format, TokensFormat):
             return
@@ -172,10 +173,10 @@ class Formatter:
         if becomes_chat(format):
             # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             choice = template if isinstance(template, TemplateChoice) else TemplateChoice(text=template)
-            self._templates = [chat_template(tokenizer, choice, tools=tools) for tools in (False, True)]
+            self.templates = tuple(chat_template(tokenizer, choice, tools=tools) for tools in (False, True))
             # Without tags newer rules find an end, or refuse each row.
-            is_seen = scoring is None and (order < FIFTH_ORDER or self._templates[0].tags)
-            if getattr(format, "loss", None) != "all" and is_seen and not self._templates[0].trains_an_end():
+            is_seen = scoring is None and (order < FIFTH_ORDER or self.templates[0].tags)
+            if getattr(format, "loss", None) != "all" and is_seen and not self.templates[0].trains_an_end():
                 logger.log(logging.DEBUG if copied else logging.WARNING, _NO_END)
             return
         if tokenizer.eos_token_id is None and not isinstance(format, ScoreFormat):
@@ -199,12 +200,12 @@ class Formatter:
     @property
     def order_version(self) -> int:
         """The lowest version of the order that gives these documents, by its rules for turns."""
-        if self._order < FIFTH_ORDER or not self._templates:
+        if self._order < FIFTH_ORDER or not self.templates:
             return OLDEST_ORDER
         if self._scoring is not None:
             return FIFTH_ORDER  # as old as heads that score
         everything = getattr(self.format, "loss", None) == "all"
-        kinds = zip((False, True), self._templates, strict=True)
+        kinds = zip((False, True), self.templates, strict=True)
         newer = any(needs_newer(each, self._special, tools=tools, everything=everything) for tools, each in kinds)
         return FIFTH_ORDER if newer else OLDEST_ORDER
 
@@ -219,24 +220,19 @@ class Formatter:
         self._habits.clear()
 
     @property
-    def templates(self) -> tuple[ChatTemplate, ...]:
-        """The templates of conversations without tools and with them; none if the format needs none."""
-        return tuple(self._templates)
-
-    @property
     def finds_turns(self) -> bool:
         """Whether turns are found by where the template puts messages."""
         if self._scoring is not None:
             return False
         grouped = isinstance(self.format, PreferenceFormat | BinaryFormat) and self.format.style == "chat"
         found = grouped or isinstance(self.format, ChatFormat)
-        return found and not all(each.tags for each in self._templates)
+        return found and not all(each.tags for each in self.templates)
 
     @property
     def has_learned(self) -> bool:
         """Whether the templates could be learned from our own conversations."""
         newer = self._order >= FIFTH_ORDER
-        kinds = enumerate(self._templates)
+        kinds = enumerate(self.templates)
         return not any(learn(each, self._special, newer=newer, tools=bool(tools)).is_by_turn for tools, each in kinds)
 
     def renders_alike(self, row: dict[str, Any], where: str, messages: int) -> bool:
@@ -247,7 +243,7 @@ class Formatter:
         except RowError:
             return True
         first = replace(whole, messages=whole.messages[:messages], train=whole.train[:messages])
-        template, options = self._templates[first.tools is not None], self._turns(first)
+        template, options = self.templates[first.tools is not None], self._turns(first)
         found: list[Any] = []
         for habits in (options["habits"], options["habits"].by_turn()):
             try:
@@ -267,7 +263,7 @@ class Formatter:
         """Return what is needed to find the turns of a conversation."""
         tools, newer = conversation.tools is not None, self._order >= FIFTH_ORDER
         if (tools, newer) not in self._habits:
-            habits = learn(self._templates[tools], self._special, newer=newer, tools=tools)
+            habits = learn(self.templates[tools], self._special, newer=newer, tools=tools)
             self._habits[tools, newer] = habits.by_turn() if self._given["by_turn"] else habits
         return {"special": self._special, "newer": newer, "habits": self._habits[tools, newer]}
 
@@ -446,7 +442,7 @@ class Formatter:
             messages=self._in_text.guard(conversation.messages, conversation.where),
             tools=self._in_text.guard(conversation.tools, conversation.where),
         )
-        template = self._templates[conversation.tools is not None]
+        template = self.templates[conversation.tools is not None]
         return _Begun(Rendering(template, guarded, **self._turns(conversation)), conversation, guarded, loss)
 
     def _finish(self, begun: _Begun) -> RowText:
