@@ -87,7 +87,7 @@ class RowReader:
         try_functions([formatter], [source], order)
         try_templates([formatter], [source])
         if formatter.function is not None:  # keys in the cache are valid for these modules only
-            options |= {"code": formatter.function.code, "modules": dict(formatter.function.modules)}
+            options |= {"code": formatter.function.own.code, "modules": dict(formatter.function.own.modules)}
         return cls(source, RowKeys(dataset.format, prompts=prompts, **options), formatter)
 
     def token_keys(self, rows: Sequence[int]) -> list[bytes | None]:

@@ -193,7 +193,7 @@ class Formatter:
     def __reduce__(self) -> Any:
         # Without the encoder, which each process makes once from the tokenizer (see encoding._backends).
         known: dict[str, Any] = (
-            {} if self.function is None else {"code": self.function.code, "modules": self.function.modules}
+            {} if self.function is None else {"code": self.function.own.code, "modules": self.function.own.modules}
         )
         return partial(Formatter, **self._given, **known, copied=True), ()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.data.rows.elsewhere import try_call
-from raytune_fsdp.data.rows.own_code import ROWS, Elsewhere, OwnCode
+from raytune_fsdp.data.rows.own_code import ROWS, OwnCode
 from raytune_fsdp.data.sources.source import shorten
 
 
@@ -22,30 +22,11 @@ class RowFunction:
     def __init__(self, name: str, code: str | None = None, modules: Mapping[str, str] | None = None) -> None:
         own = OwnCode(ROWS, name, code, modules or {})
         self._function: Callable[[dict[str, Any]], Any] = own.load()
-        self._own = own.found
-
-    @property
-    def name(self) -> str:
-        return self._own.name
-
-    @property
-    def code(self) -> str:
-        """The hash of its file."""
-        assert self._own.code is not None
-        return self._own.code
-
-    @property
-    def modules(self) -> Mapping[str, str]:
-        """The hashes of the user's own modules that it imports, by name."""
-        return self._own.modules
+        self.own = own.found
 
     def know(self, modules: Mapping[str, str]) -> None:
         """Keep the hashes of the modules that it imports, as they are now."""
-        self._own = replace(self._own, modules=modules)
-
-    def call_elsewhere(self, rows: Sequence[Mapping[str, Any]]) -> Elsewhere:
-        """Call it in a process of its own."""
-        return self._own.call_elsewhere(rows)
+        self.own = replace(self.own, modules=modules)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return what the function makes of a row. Raises RowError."""
@@ -67,14 +48,14 @@ class RowFunction:
 
     def _raised(self, kind: str, message: str, where: str) -> RowError:
         return RowError(
-            f"{where}: {self.name} raised {kind}: {shorten(message)}; correct it or the row",
+            f"{where}: {self.own.name} raised {kind}: {shorten(message)}; correct it or the row",
             "function",
         )
 
     def _checked(self, made: Any, where: str) -> dict[str, Any]:
         if not isinstance(made, dict) or not all(isinstance(key, str) for key in made):
             raise RowError(
-                f"{where}: {self.name} returned {shorten(made)}, not a dict with the columns of format.then",
+                f"{where}: {self.own.name} returned {shorten(made)}, not a dict with the columns of format.then",
                 "function",
             )
         return made
