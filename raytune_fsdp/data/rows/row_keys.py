@@ -28,7 +28,7 @@ from raytune_fsdp.base.batch import Role
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import BinaryFormat, Format, PreferenceFormat, ScoreFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER
-from raytune_fsdp.data.rows.conversation import Conversation
+from raytune_fsdp.data.rows.conversation import SYSTEM_ROLES, Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, RowText, or_error
 from raytune_fsdp.data.rows.pairs import Answers, Side, Texts
 from raytune_fsdp.data.rows.turns import Loss
@@ -177,7 +177,7 @@ def _key_of_prompt(side: Side) -> bytes:
     if isinstance(side, Texts):
         return xxhash.xxh3_128_digest(side.prompt.strip().encode("utf-8", "surrogatepass"), 1)
     asked = [{**each, "content": each["content"].strip()} for each in side.messages[: side.answer]]
-    empty = [{"role": role, "content": ""} for role in ("system", "developer")]
+    empty = [{"role": role, "content": ""} for role in SYSTEM_ROLES]
     said = json.dumps([[each for each in asked if each not in empty], side.tools], default=str)
     return xxhash.xxh3_128_digest(said.encode("utf-8", "surrogatepass"), 2)
 
