@@ -46,7 +46,7 @@ FORMAT = 1
 
 _DIGEST_BYTES = 16
 FILES, REFERENCE, TEACHER = "files", "reference", "teacher"
-_ABOUT, _META = "about.json", "meta.json"
+ABOUT, _META = "about.json", "meta.json"
 TEMPORARY = ".tmp"
 _LOCKS = 1024
 _LOCK_SECONDS = 300.0
@@ -270,17 +270,11 @@ class WindowCache:
         return self.directory / f"e{epoch:03d}-w{k:08d}.arrow"
 
     def _put(self, path: Path, *parts: bytes | pa.Buffer) -> None:
+        about = json.dumps(self.about)
         try:
-            self._open()
-            replace_at_once(path, *parts)
+            put(self.directory, about, path, *parts)
         except FileNotFoundError:  # a clean-up removed the directory just now
-            self._open()
-            replace_at_once(path, *parts)
-
-    def _open(self) -> None:
-        if not (self.directory / _ABOUT).exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            replace_at_once(self.directory / _ABOUT, json.dumps(self.about).encode())
+            put(self.directory, about, path, *parts)
 
     def _make_room(self, size: int) -> None:
         """Keep the cache within its limit. Checked only now and then, because measuring walks the whole directory."""
@@ -304,6 +298,14 @@ class WindowCache:
                     "every epoch; raise it, or set data.cache.path to a larger directory",
                     self.max_bytes / 1e9,
                 )
+
+
+def put(directory: Path, about: str, path: Path, *parts: bytes | pa.Buffer) -> None:
+    """Write a file of a directory of the cache, and before the first one what all of them are about."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (directory / ABOUT).exists():
+        replace_at_once(directory / ABOUT, about.encode())
+    replace_at_once(path, *parts)
 
 
 def _lock(handle: IO[str]) -> None:
@@ -330,7 +332,7 @@ class Entry:
 def entries(root: Path) -> Iterator[Entry]:
     """Yield everything in a cache directory that can be made again, except what is being written right now."""
     said = [
-        each for what in (REFERENCE, TEACHER) for each in _named_by_us(root / what) if what in _json_of(each / _ABOUT)
+        each for what in (REFERENCE, TEACHER) for each in _named_by_us(root / what) if what in _json_of(each / ABOUT)
     ]
     for directory in [*_named_by_us(root / FILES), *said]:
         known = directory in said or "identity" in _json_of(directory / _META)
@@ -357,7 +359,7 @@ def _used(path: Path, status: os.stat_result) -> float:
     Another user's process may not set the time of what it reads, but most file systems note once a day that it was
     read. Not of the files that are read here, to see what their directory is.
     """
-    return status.st_mtime if path.name in (_META, _ABOUT) else max(status.st_mtime, status.st_atime)
+    return status.st_mtime if path.name in (_META, ABOUT) else max(status.st_mtime, status.st_atime)
 
 
 def remove(
@@ -393,7 +395,7 @@ def _is_removed(path: Path) -> bool:
 
 
 def _window_directories(root: Path) -> list[Path]:
-    return [path for path in _named_by_us(root) if "datasets" in _json_of(path / _ABOUT)]
+    return [path for path in _named_by_us(root) if "datasets" in _json_of(path / ABOUT)]
 
 
 def _named_by_us(directory: Path) -> list[Path]:
