@@ -20,7 +20,6 @@ from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
-    CHUNK_BYTES,
     DECODED,
     OPEN,
     ChunkHashes,
@@ -31,7 +30,7 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import keys_of_schema
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_one, touch
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     Columns,
@@ -153,11 +152,8 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
         rows = index_batches(mapped(path), directory, shown=file.shown)
         return {"content": content, "rows": rows, "copied": True}
 
-    identity = {"preparation": "arrow", **file.identity}
-    if not foreign:
-        identity["blocks"] = CHUNK_BYTES
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "arrow"}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=not foreign)
     if made.meta["copied"]:
         return prepared_rows(made, shown=file.shown, columns=columns)
     return ArrowRows(

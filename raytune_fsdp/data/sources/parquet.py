@@ -33,7 +33,6 @@ from raytune_fsdp.data.sources.arrow import (
 from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
-    CHUNK_BYTES,
     DECODED,
     OPEN,
     ChunkHashes,
@@ -42,7 +41,7 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import cached_keys, keys_of_schema
-from raytune_fsdp.data.sources.prepared import prepare_file, touch
+from raytune_fsdp.data.sources.prepared import prepare_one, touch
 from raytune_fsdp.data.sources.remote import with_version
 from raytune_fsdp.data.sources.source import Columns, File, Keys, Part, Row, compression_of, reading
 
@@ -142,9 +141,8 @@ def open_parquet(
         write_groups(directory / "groups", groups)
         return {"content": content, "rows": index_batches(mapped(rows), directory, shown=file.shown)}
 
-    identity = {"preparation": "parquet as arrow", **file.identity}
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "parquet as arrow"}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=False)
     return prepared_rows(made, shown=file.shown, columns=columns)
 
 
@@ -163,11 +161,8 @@ def _open_in_place(
         write_groups(directory / "groups", groups)
         return {"content": content, "rows": sum(groups)}
 
-    identity = {"preparation": "parquet in place", **file.identity}
-    if not file.remote:
-        identity["blocks"] = CHUNK_BYTES
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "parquet in place"}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=not file.remote)
     stored = None if file.remote else made.in_place(file)
 
     def search() -> list[Keys]:

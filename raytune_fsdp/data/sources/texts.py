@@ -33,7 +33,7 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import KeySearch, cached_keys, keys_of_columns
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, prepare_one, touch
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
@@ -197,11 +197,8 @@ def open_text(
             check_unchanged(file)
         return meta
 
-    identity = {"preparation": "text", "kind": kind, **file.identity}
-    if not copied:
-        identity["blocks"] = CHUNK_BYTES
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "text", "kind": kind}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=not copied)
     stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
     rows = text_rows(file, made.meta, stored=stored, spans=str(made.path / "spans"))
     return with_keys([rows], [made.meta], made)[0] if keys else rows
