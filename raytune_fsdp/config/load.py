@@ -182,8 +182,7 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     # pydantic wants the `type` of every union; a config may leave it out for the default's type.
     if len(place.sections) > 1 and TAG not in settled and place.default_tag is not None:
         settled = {TAG: place.default_tag, **settled}
-    tag = settled.get(TAG)
-    tag = tag.text if isinstance(tag, Plain) else tag
+    tag = _word(settled.get(TAG))
     here = place.narrowed({TAG: _chosen(tag, place.child(TAG) or ANYTHING) if isinstance(tag, str) else tag})
     for name in here.fields():
         child = here.child(name)
@@ -394,7 +393,7 @@ def _replace_place(tree: dict[str, Any], override: Override, root: Place, source
     if last not in _INSTEAD or place is None or not _INSTEAD.keys() <= set(place.fields()):
         return
     node, (other, *more) = _inside(tree, parents), _INSTEAD[last]
-    if isinstance(node, dict) and _is_set(override.value) and _is_set(node.get(other)):
+    if isinstance(node, dict) and spelled(override.value) is not None and spelled(node.get(other)) is not None:
         for field in (other, *more):
             node.pop(field, None)
             _forget(sources, (*parents, field))
@@ -411,10 +410,6 @@ def _inside(tree: dict[str, Any], path: Sequence[str]) -> Any:
         else:
             node = node.get(part) if isinstance(node, dict) else None
     return node
-
-
-def _is_set(value: Any) -> bool:
-    return (value.value if isinstance(value, Plain) else value) is not None
 
 
 def _word(value: Any) -> Any:

@@ -38,8 +38,7 @@ def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown_uri(uri: str) -> str:
     """Return a tracking URI without its user."""
-    shown: str = redact_shapes(without_user(uri))
-    return shown
+    return str(redact_shapes(without_user(uri)))
 
 
 def filled_from_environment(env: dict[str, str]) -> dict[str, str]:

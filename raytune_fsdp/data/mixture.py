@@ -65,7 +65,6 @@ ORDER_VERSION = FIFTH_ORDER
 """The newest version."""
 
 _ROUNDS = 8
-_MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
