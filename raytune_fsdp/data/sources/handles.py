@@ -16,7 +16,7 @@ import xxhash
 
 from raytune_fsdp.base.bounded import Bounded
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading, unreadable
+from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading
 
 _HASH_BYTES = 8 << 20
 
@@ -99,7 +99,6 @@ class OpenFile:
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
-        self._shown = stored.shown
         self._fd = -1
         way_out = CACHE_GONE if stored.blocks is None else f"all nodes must see it as {stored.path} (shared storage)"
         with reading(stored.path if stored.blocks is None else stored.shown, way_out):
@@ -130,21 +129,19 @@ class OpenFile:
         if not hashes.same(first, memoryview(raw)):
             hashes.forget()
             raise DataError(
-                f"{self._shown}: has other content than when it was opened; a dataset must not change during a run: "
-                "start again with the final file"
+                f"{self._stored.shown}: has other content than when it was opened; a dataset must not change during a "
+                "run: start again with the final file"
             )
         return raw[offset - start : offset - start + length]
 
     def _read(self, offset: int, length: int) -> bytes:
-        try:
+        with reading(self._stored.shown):
             raw = os.pread(self._fd, length, offset)
             while len(raw) < length and (more := os.pread(self._fd, length - len(raw), offset + len(raw))):
                 raw += more
-        except OSError as error:
-            raise unreadable(self._shown, error) from error
         if len(raw) < length:
             raise DataError(
-                f"{self._shown}: ends before byte {offset + length}; a dataset must not change during a run: "
+                f"{self._stored.shown}: ends before byte {offset + length}; a dataset must not change during a run: "
                 "start again with the final file"
             )
         return raw
@@ -152,7 +149,7 @@ class OpenFile:
     def _check_size(self, size: int) -> None:
         if size != self._stored.size:
             raise DataError(
-                f"{self._shown}: has {size} bytes, had {self._stored.size} when it was opened; "
+                f"{self._stored.shown}: has {size} bytes, had {self._stored.size} when it was opened; "
                 "a dataset must not change during a run: start again with the final file"
             )
 
