@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from array import array
 from collections.abc import Callable
@@ -158,10 +159,8 @@ class OpenFile:
             os.close(self._fd)
 
 
-class Reader:
+class Reader(io.RawIOBase):
     """A Python file object for pyarrow, of which every byte that is read is compared with what it was."""
-
-    closed = False
 
     def __init__(self, stored: Stored, most: int | None = None) -> None:
         """`most`: a single read of more bytes raises TooLarge."""
@@ -182,21 +181,11 @@ class Reader:
         self._offset = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._stored.size}[whence]
         return self._offset
 
-    def tell(self) -> int:
-        return self._offset
-
     def seekable(self) -> bool:
         return True
 
     def readable(self) -> bool:
         return True
-
-    def writable(self) -> bool:
-        return False
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TooLarge(MemoryError):
