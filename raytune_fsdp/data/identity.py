@@ -13,9 +13,9 @@ from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import FORMAT
 from raytune_fsdp.data.mixture import FIFTH_ORDER
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
+from raytune_fsdp.data.rows.own_code import RowFunction
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.plan.identity import ABSENT, ONE_BY_ONE, decided_by_data, named
 

@@ -36,13 +36,13 @@ from raytune_fsdp.data.rows.habits import Habits
 from raytune_fsdp.data.rows.instructions import read_instruction, read_template
 from raytune_fsdp.data.rows.learn import learn, needs_newer
 from raytune_fsdp.data.rows.numbers import read_number, read_tokens
+from raytune_fsdp.data.rows.own_code import RowFunction
 from raytune_fsdp.data.rows.pairs import Answers, Side, Texts, joined, mismatched, read_group
 from raytune_fsdp.data.rows.scores.scored import compared, read_scored, read_told, with_padding
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
 from raytune_fsdp.data.rows.turns import Loss, Rendering, render_ahead, trained_spans
-from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import shorten
 
 if TYPE_CHECKING:
