@@ -49,9 +49,8 @@ from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, Ia3Met
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.optim import GroupConfig, OptimConfig
 from raytune_fsdp.config.sections.parallel import ParallelConfig
-from raytune_fsdp.config.sections.reference import ReferenceConfig
+from raytune_fsdp.config.sections.reference import ReferenceConfig, TeacherConfig
 from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
-from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
 

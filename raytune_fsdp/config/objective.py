@@ -8,8 +8,7 @@ from raytune_fsdp.config.sections.formats import Format, PythonFormat, ScoreForm
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.objectives import ClassificationObjective, ObjectiveChoice
 from raytune_fsdp.config.sections.parallel import ParallelConfig
-from raytune_fsdp.config.sections.reference import ReferenceConfig
-from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.config.sections.reference import ReferenceConfig, TeacherConfig
 
 _WAYS = {
     "preference": "set train.objective.type to dpo, ipo, simpo, cpo, orpo or reward",
