@@ -14,7 +14,6 @@ Nothing is synced to disk: a file that a crash of the machine truncates is found
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -25,13 +24,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
-from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.durable import replace_at_once, take_turn
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.packing import PackedSamples
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
@@ -244,7 +243,7 @@ class WindowCache:
                 # for it. The kernel releases the locks of a process that dies; a hanging one is waited for 300 s.
                 # Epochs are 37 files apart, so that the same window of two epochs does not share a lock.
                 handle = stack.enter_context(open(locks / f"{(k + 37 * epoch) % _LOCKS:04d}", "w"))
-                _lock(handle)
+                take_turn(handle.fileno(), _LOCK_SECONDS, 0.05)
             yield
 
     def read_census(self) -> Mapping[str, Any]:
@@ -306,15 +305,6 @@ def put(directory: Path, about: str, path: Path, *parts: bytes | pa.Buffer) -> N
     if not (directory / ABOUT).exists():
         replace_at_once(directory / ABOUT, about.encode())
     replace_at_once(path, *parts)
-
-
-def _lock(handle: IO[str]) -> None:
-    until = time.monotonic() + _LOCK_SECONDS
-    while time.monotonic() < until:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)
 
 
 @dataclass(frozen=True, slots=True)
