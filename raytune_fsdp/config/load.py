@@ -405,10 +405,7 @@ _INSTEAD = {"hub": ("path",), "path": ("hub", "subset", "split", "revision")}
 def _inside(tree: dict[str, Any], path: Sequence[str]) -> Any:
     node: Any = tree
     for part in path:
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            node = node.get(part) if isinstance(node, dict) else None
+        node = below(node, int(part) if isinstance(node, list) and part.isdecimal() else part)
     return node
 
 
