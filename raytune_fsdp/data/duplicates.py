@@ -36,7 +36,7 @@ from raytune_fsdp.data.trial import try_functions, try_templates
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+    from raytune_fsdp.base.batch import Int64Array
 
 # Kept in the cache with the keys: raise it when a row gets other keys.
 _VERSION = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from raytune_fsdp.data.sources.selection import Selected, digest_of
 from raytune_fsdp.data.sources.source import Source
 
 if TYPE_CHECKING:
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+    from raytune_fsdp.base.batch import Int64Array
 
 logger = logging.getLogger(__name__)
 

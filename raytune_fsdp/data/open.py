@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from raytune_fsdp.plan.run_dir import cache_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+    from raytune_fsdp.base.batch import Int64Array
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.source import Columns, Row, Source
 
 if TYPE_CHECKING:
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+    from raytune_fsdp.base.batch import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
