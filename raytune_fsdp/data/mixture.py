@@ -113,9 +113,6 @@ class Permutation:
         self._half_mask = (1 << self._half_bits) - 1
         self._round_keys = tuple(mix64(key + (r + 1) * _GOLDEN) for r in range(_ROUNDS))
 
-    def __len__(self) -> int:
-        return self._n
-
     def __call__(self, index: int) -> int:
         if not 0 <= index < self._n:
             raise IndexError(f"{index} is not in range({self._n})")

@@ -130,12 +130,9 @@ def _samples(*, tools: bool) -> list[Conversation]:
         said,
         call[:2],
     ]
-    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _NO_PARAMETERS}}
-    given = [schema] if tools else None
+    look = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+    given = [{"type": "function", "function": look}] if tools else None
     return [Conversation(each, [True] * len(each), given, "a sample", "messages") for each in found]
-
-
-_NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def _user(text: str) -> dict[str, Any]:
