@@ -38,6 +38,7 @@ from raytune_fsdp.data.sources.source import (
     Keys,
     Part,
     Row,
+    by_part,
     compression_of,
     reading,
     shorten,
@@ -234,20 +235,16 @@ def rows_of_groups(
     indices: Sequence[int], *, ends: Any, group: Any, where: Any, most: int | None = None
 ) -> list[Row | RowError]:
     """Return rows by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
-    numbers = np.asarray(indices, dtype=np.int64)
-    places = np.searchsorted(ends, numbers, side="right")
-    rows: list[Row | RowError] = [{}] * len(numbers)
-    for place in np.unique(places).tolist():
-        wanted = np.flatnonzero(places == place)
-        first = int(ends[place - 1]) if place else 0
-        table, local = group(place), numbers[wanted] - first
+
+    def read(place: int, first: int, local: Any) -> Iterator[Row | RowError]:
+        table = group(place)
         if most is not None and table.nbytes > most:
             for index in local.tolist():
                 if (size := table.slice(index, 1).nbytes) > most:
                     raise too_large(where(first + index), size, most)
-        for position, row in zip(wanted.tolist(), _take(table, local, first, where), strict=True):
-            rows[position] = row
-    return rows
+        return _take(table, local, first, where)
+
+    return by_part(indices, ends, read)
 
 
 def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowError]:
