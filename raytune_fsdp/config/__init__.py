@@ -1,8 +1,7 @@
 """What a user may write: `FinetuneConfig` and its sections.
 
     sections/      one file for each section
-    rules.py       what all sections have in common, and checks that several of them share
-    every.py       how often something is done
+    rules.py       what all sections have in common; checks that several of them share, and how often something is done
     objective.py   whether an objective suits the rest
     ranks.py       whether the rest suits runs with the same bits everywhere, and layers that ranks share
     recorded.py    what others may read of a config, and where it differs from the defaults

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.every import PerEpoch
-from raytune_fsdp.config.rules import Section, check_expression
+from raytune_fsdp.config.rules import PerEpoch, Section, check_expression
 from raytune_fsdp.config.sections.data import SourceConfig
 from raytune_fsdp.config.sections.run import RunConfig
 
