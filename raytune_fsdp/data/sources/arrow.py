@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
-from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
     DECODED,
@@ -31,6 +30,7 @@ from raytune_fsdp.data.sources.handles import (
 )
 from raytune_fsdp.data.sources.keys import keys_of_schema
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_one, touch
+from raytune_fsdp.data.sources.remote import write_content
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     Columns,

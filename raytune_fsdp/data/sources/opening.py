@@ -22,11 +22,11 @@ from raytune_fsdp.config.sections.formats import (
 )
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.arrow import open_arrow
-from raytune_fsdp.data.sources.fetched import with_content
 from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.keys import lowest_order
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
+from raytune_fsdp.data.sources.remote import with_content
 from raytune_fsdp.data.sources.selection import some_rows
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source, reading, shorten
 from raytune_fsdp.data.sources.texts import TextRows, open_small_texts, open_text, small_groups

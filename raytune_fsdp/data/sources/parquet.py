@@ -30,7 +30,6 @@ from raytune_fsdp.data.sources.arrow import (
     write_batches,
     write_groups,
 )
-from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
     DECODED,
@@ -42,7 +41,7 @@ from raytune_fsdp.data.sources.handles import (
 )
 from raytune_fsdp.data.sources.keys import cached_keys, keys_of_schema
 from raytune_fsdp.data.sources.prepared import prepare_one, touch
-from raytune_fsdp.data.sources.remote import with_version
+from raytune_fsdp.data.sources.remote import with_version, write_content
 from raytune_fsdp.data.sources.source import Columns, File, Keys, Part, Row, compression_of, reading
 
 _BUFFER_BYTES = 1 << 20

@@ -21,7 +21,6 @@ import xxhash
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
-from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
     CHUNK_BYTES,
@@ -34,6 +33,7 @@ from raytune_fsdp.data.sources.handles import (
 )
 from raytune_fsdp.data.sources.keys import KeySearch, cached_keys, keys_of_columns
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, prepare_one, touch
+from raytune_fsdp.data.sources.remote import write_content
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
