@@ -15,8 +15,14 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.sections.data import DataConfig
 from raytune_fsdp.config.sections.formats import InstructionFormat, PythonFormat
-from raytune_fsdp.data.duplicates import RowReader, groups_of, in_either, is_read_cheaply
-from raytune_fsdp.data.left_out import warn_of_measured, without_equal
+from raytune_fsdp.data.duplicates import (
+    RowReader,
+    groups_of,
+    in_either,
+    is_read_cheaply,
+    warn_of_measured,
+    without_equal,
+)
 from raytune_fsdp.data.mixture import FOURTH_ORDER, Order, order_of
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.sources.opening import open_sources
