@@ -37,6 +37,7 @@ from raytune_fsdp.base.errors import DamagedError, DataError, TransientError, fi
 from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, parse_json, printable, read_json
 from raytune_fsdp.data.cache import ABANDONED_SECONDS, ABOUT, TEACHER, TEMPORARY, put
 from raytune_fsdp.data.reference import NAME, Known, Names, names_of
+from raytune_fsdp.data.sources.handles import content_hash
 
 FORMAT = 1
 """Version of the bytes of a part: a line of JSON; for each document a row of `_ROW`; for each, the ids of all its
@@ -49,7 +50,7 @@ _FLOATS: Mapping[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp64": np.dtyp
 _ID = np.dtype("<i4")
 _PART = re.compile(r"[0-9a-f]{32}")
 _SUFFIX = ".topk"
-_HEAD_BYTES, _CHUNK = 4096, 8 * MIB
+_HEAD_BYTES = 4096
 _HEAD = re.compile(rb'\{"documents": (\d{1,7}), ')
 PART_BYTES, PART_DOCUMENTS, _MOST_DOCUMENTS = 256 * MIB, 1 << 18, 1 << 20
 """A part is written when it has this many bytes or documents; files with more documents than the last are none
@@ -267,7 +268,7 @@ class TeacherFiles:
             return None
         sizes = table["targets"].astype(np.int64) * self.form.target_bytes
         starts = np.concatenate([[0], np.cumsum(sizes)]) + first + len(data)
-        if starts[-1] != size or is_hollow(path, os.fstat(handle)) or _digest(handle, size) != part:
+        if starts[-1] != size or is_hollow(path, os.fstat(handle)) or content_hash(handle, lambda _: beat()) != part:
             return None
         return KeptPart(name=part, path=path, table=table, starts=starts)
 
@@ -354,14 +355,6 @@ def _read(handle: int, many: int, place: int) -> bytes:
         found.append(data)
         many, place = many - len(data), place + len(data)
     return found[0] if len(found) == 1 else b"".join(found)
-
-
-def _digest(handle: int, size: int) -> str:
-    hashed = xxhash.xxh3_128()
-    for place in range(0, size, _CHUNK):
-        hashed.update(os.pread(handle, _CHUNK, place))
-        beat()
-    return hashed.hexdigest()
 
 
 def rest_of(rest: np.ndarray[Any, Any]) -> Rest:
