@@ -2,8 +2,7 @@
 
     sections/      one file for each section
     rules.py       what all sections have in common; checks that several of them share, and how often something is done
-    objective.py   whether an objective suits the rest
-    ranks.py       whether the rest suits runs with the same bits everywhere, and layers that ranks share
+    together.py    whether the sections go together
     recorded.py    what others may read of a config, and where it differs from the defaults
 
 How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
@@ -23,14 +22,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.objective import check_objective
-from raytune_fsdp.config.ranks import check_exact, check_tensor
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
-from raytune_fsdp.config.sections.eval import EvalConfig, check_stop
+from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.config.sections.export import ExportConfig
 from raytune_fsdp.config.sections.formats import (
     BinaryFormat,
@@ -52,6 +49,7 @@ from raytune_fsdp.config.sections.reference import ReferenceConfig, TeacherConfi
 from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
+from raytune_fsdp.config.together import check_exact, check_objective, check_stop, check_tensor
 
 
 class FinetuneConfig(Section):
