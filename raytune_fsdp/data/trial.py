@@ -29,24 +29,22 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
     """
     names = dict.fromkeys(each.function.own.name for each in formatters if each.function is not None)
     for name in names:
-        every = zip(formatters, sources, strict=True)
-        pairs = [(f, source) for f, source in every if f.function is not None and f.function.own.name == name]
-        tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
+        every = [(f, f.function, source) for f, source in zip(formatters, sources, strict=True)]
+        its = [(f, made, source) for f, made, source in every if made is not None and made.own.name == name]
+        tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, _, source in its]
         there = None
         if order >= FOURTH_ORDER:  # all its datasets in one process: its imports may take many seconds
-            assert pairs[0][0].function is not None
             sound = [row for rows in tried for row in rows if not isinstance(row, RowError)]
-            there = pairs[0][0].function.own.call_elsewhere(sound)
+            there = its[0][1].own.call_elsewhere(sound)
         results = iter(() if there is None else there.results)
-        for (formatter, source), rows in zip(pairs, tried, strict=True):
-            assert formatter.function is not None
+        for (formatter, function, source), rows in zip(its, tried, strict=True):
             wheres, made = [source.where(index) for index in range(len(rows))], None
             if there is not None:
                 made = [
-                    row if isinstance(row, RowError) else formatter.function.read(next(results), where)
+                    row if isinstance(row, RowError) else function.read(next(results), where)
                     for row, where in zip(rows, wheres, strict=True)
                 ]
-                formatter.function.know(there.modules)
+                function.know(there.modules)
             formatter.check_function(rows, wheres, made)
     return any(each.function is not None and each.function.own.modules for each in formatters)
 
