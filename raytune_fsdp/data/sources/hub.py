@@ -29,12 +29,6 @@ from raytune_fsdp.data.sources.source import Columns, File, reading, shorten
 
 # A hub that does not answer must not hold up a run whose data is in the cache.
 _ASK_SECONDS = 10.0
-_WAYS_OUT = {
-    ConnectionError: "connect to the hub, or first load the dataset with the same HF_HOME on a machine with a network",
-    OSError: "check that the directory of HF_HOME is writable and has space",
-    Exception: "correct hub, subset, split or revision",
-}
-"""The way out of an error of the library, of the first kind that it is of."""
 
 
 def open_hub(dataset: SourceConfig, *, cache: Path, columns: Columns, progress: Progress | None) -> ArrowRows:
@@ -100,7 +94,12 @@ def _load(dataset: SourceConfig, commit: str | None) -> Any:
     # Any Exception: it raises whatever dozens of libraries and file systems raise. The text of the error names existing
     # subsets and splits.
     except Exception as error:
-        way_out = next((way for kind, way in _WAYS_OUT.items() if isinstance(error, kind)), "")
+        if isinstance(error, ConnectionError):
+            way_out = "connect to the hub, or first load the dataset with the same HF_HOME on a machine with a network"
+        elif isinstance(error, OSError):
+            way_out = "check that the directory of HF_HOME is writable and has space"
+        else:
+            way_out = "correct hub, subset, split or revision"
         raise _refused(dataset, error, way_out) from error
     _check_commit(dataset, loaded, commit)
     return loaded
