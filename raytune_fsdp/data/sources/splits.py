@@ -208,12 +208,14 @@ def _by_names(below: Mapping[str, str]) -> Splits:
             found.setdefault(shard[1], []).append(name)
     if found:
         return {**{split: found[split] for split in _WORDS if split in found}, **dict(sorted(found.items()))}
-    for patterns, part in ((_IN_FOLDER, slice(None, -1)), (_IN_FILE, slice(-1, None))):
-        for split, pattern in patterns.items():
-            some = [name for name, relative in below.items() if any(map(pattern.fullmatch, relative.split("/")[part]))]
-            found |= {split: some} if some else {}
-        if found:
-            break
+    for split, pattern in _IN_FOLDER.items():
+        some = [name for name, relative in below.items() if any(map(pattern.fullmatch, relative.split("/")[:-1]))]
+        found |= {split: some} if some else {}
+    if found:
+        return found
+    for split, pattern in _IN_FILE.items():
+        some = [name for name, relative in below.items() if pattern.fullmatch(relative.rpartition("/")[2])]
+        found |= {split: some} if some else {}
     return found
 
 
