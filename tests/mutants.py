@@ -253,7 +253,7 @@ FAULTS = (
         "unit/test_preference_loss.py::test_a_negative_divergence_counts_as_none",
     ),
     Fault(
-        "data/rows/pairs.py",
+        "data/groups.py",
         "members = [_from(each, gone) for each in document.members]",
         "members = [_from(document, gone), *document.others]",
         "unit/test_preference_windows.py::test_a_pair_that_is_too_long_loses_its_prompt_on_both_sides",

@@ -10,6 +10,7 @@ trial.py           functions of users are tried (does each give the same twice, 
                    chat templates
 duplicates.py      finds rows that become the same tokens, and leaves some of them out of the training
 mixture.py         keyed permutations, and which row of which dataset comes at each place of an epoch
+groups.py          the documents of one row that stay together, such as a pair; which other answer follows a judged one
 packing.py         documents are packed into samples of one length
 windows.py         a fixed group of rows, packed together: the unit of work and of caching
 cache.py           built windows, as bytes on shared storage

@@ -27,12 +27,13 @@ from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.config.sections.formats import groups_of
 from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
+from raytune_fsdp.data.groups import cut_to, judged, length_of, partners
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, told_of, turns_of
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
 from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.conversation import MISSING_COLUMN
 from raytune_fsdp.data.rows.formats import Document, Formatter
-from raytune_fsdp.data.rows.pairs import cut_to, judged, length_of, partners, trained_tokens
+from raytune_fsdp.data.rows.pairs import trained_tokens
 from raytune_fsdp.data.rows.scores.scored import cut_scored
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.templates import TemplateChoice

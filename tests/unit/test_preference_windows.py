@@ -22,12 +22,13 @@ from raytune_fsdp.config import DatasetConfig, PreferenceFormat
 from raytune_fsdp.data.batches import to_batch
 from raytune_fsdp.data.census import census, groups_of_steps
 from raytune_fsdp.data.duplicates import in_either
+from raytune_fsdp.data.groups import cut_to, partners
+from raytune_fsdp.data.groups import judged as with_mismatched
 from raytune_fsdp.data.mixture import Permutation
 from raytune_fsdp.data.open import open_data
 from raytune_fsdp.data.packing import Packing, pack
 from raytune_fsdp.data.rows.formats import Document, Formatter
-from raytune_fsdp.data.rows.pairs import cut_to, partners, trained_tokens
-from raytune_fsdp.data.rows.pairs import judged as with_mismatched
+from raytune_fsdp.data.rows.pairs import trained_tokens
 from raytune_fsdp.data.stream import Stream
 from raytune_fsdp.data.windows import NO_OTHER, Windows
 from raytune_fsdp.plan.counts import GroupsOfSteps

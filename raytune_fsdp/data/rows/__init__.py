@@ -4,7 +4,7 @@ In the order of the data:
 
 formats.py         rows become documents, by the dataset's format; calls all the others
 instructions.py    reads questions and answers that have columns of their own
-pairs.py           reads rows with two answers to a prompt, or a judged one; the documents of such a row stay together
+pairs.py           reads rows with two answers to a prompt, or a judged one
 scores/            rows for a head that scores: texts with a class or a score, and what pairs are for it
 row_keys.py        keys that tell which rows are equal
 conversation.py    reads a row's conversation, whatever names the file uses
