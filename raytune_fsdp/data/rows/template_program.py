@@ -247,6 +247,11 @@ def read_count(stream: IO[bytes]) -> int:
     return int.from_bytes(read_exactly(stream, 8), "little")
 
 
+def as_bytes(answers: list[tuple[str, Any]]) -> bytes:
+    """Return answers as JSON. Half of a surrogate pair stays half of one, which rows are refused for."""
+    return json.dumps(answers, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
 def _answer(source: str, variables: Sequence[Mapping[str, Any]] | None, date: str) -> list[tuple[str, Any]]:
     try:
         template = compiled(source)
@@ -300,13 +305,11 @@ def main() -> None:
             return
         _limit(own + memory + memory_per_byte * count, seconds)
         try:
-            answer = _answer(*pickle.loads(read_exactly(requests, count)))
-            # As JSON: what a template has made is never unpickled. Half of a surrogate pair stays half of one, which
-            # rows are refused for.
-            content = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            # As JSON: what a template has made is never unpickled.
+            answer = as_bytes(_answer(*pickle.loads(read_exactly(requests, count))))
         except MemoryError:
             os._exit(NO_MEMORY)  # at once: what the template has made is still there
-        send(answers, content)
+        send(answers, answer)
 
 
 if __name__ == "__main__":
