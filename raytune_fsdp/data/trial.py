@@ -30,7 +30,9 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
     names = dict.fromkeys(each.function.own.name for each in formatters if each.function is not None)
     for name in names:
         every = [(f, f.function, source) for f, source in zip(formatters, sources, strict=True)]
-        its = [(f, made, source) for f, made, source in every if made is not None and made.own.name == name]
+        its = [
+            (f, function, source) for f, function, source in every if function is not None and function.own.name == name
+        ]
         tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, _, source in its]
         there = None
         if order >= FOURTH_ORDER:  # all its datasets in one process: its imports may take many seconds
