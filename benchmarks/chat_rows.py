@@ -83,11 +83,11 @@ def measure(many: int) -> dict[str, Any]:
             for document in formatter.documents(rows, ["row"] * many):
                 assert isinstance(document, Document), document
                 digest.update(document.input_ids.tobytes() + document.labels.tobytes())
-            texts = [formatter._read(row, "row").text for row in rows]
+            texts = [formatter._finish(formatter._begin(row, "row")).text for row in rows]
             encode = tokenizer.backend_tokenizer.encode_batch_fast
             results[label] = {
                 "hash": digest.hexdigest(),
-                "rendering": _rate(many, lambda f=formatter: [f._read(row, "row") for row in rows]),
+                "rendering": _rate(many, lambda f=formatter: [f._finish(f._begin(row, "row")) for row in rows]),
                 "rows": _rate(many, lambda f=formatter: f.documents(rows, ["row"] * many)),
                 "tokenizer": _rate(many, lambda t=texts, e=encode: e(t, add_special_tokens=False)),
             }

@@ -100,8 +100,8 @@ def measure(turns: list[int], rounds: int) -> dict[str, Any]:
         (document,) = mask.documents([row], ["row"])
         assert isinstance(document, Document), document
         works: dict[str, Callable[[], Any]] = {
-            "plain": lambda: plain._read(row, "row"),
-            "spans": lambda: mask._read(row, "row"),
+            "plain": lambda: plain._finish(plain._begin(row, "row")),
+            "spans": lambda: mask._finish(mask._begin(row, "row")),
             "plain row": lambda: plain.documents([row], ["row"]),
             "row": lambda: mask.documents([row], ["row"]),
             "transformers": lambda: tokenizer.apply_chat_template(row["messages"], chat_template=source, tokenize=True),

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
     Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
     Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 
 Progress = Callable[[str, int, int], None]

@@ -1,9 +1,11 @@
-"""Writes that a crash cannot undo (durably), or that nobody sees half done (at once)."""
+"""Writes that a crash cannot undo (durably), or that nobody sees half done (at once); and whose turn it is to write."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -85,6 +87,21 @@ def replace_at_once(path: Path, *parts: bytes | Buffer, private: bool = False) -
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def take_turn(handle: int, seconds: float, look_seconds: float) -> None:
+    """Keep other processes that take turns with an open file waiting until it is closed.
+
+    Where storage has no locks, or who has this one does not go on for these seconds, go on without it.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(look_seconds)
+        except OSError:
+            return
 
 
 def sync_directory(directory: Path) -> None:

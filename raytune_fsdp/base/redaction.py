@@ -135,18 +135,21 @@ def find_secrets(value: object, key: str = "") -> Iterator[str]:
 
     Keys that name a token are left out: it may be a token of a vocabulary.
     """
+    for path, text in texts_in(value, key):
+        if text and (_without_shapes(text) != text or any(map(_names_secret, _segments(path)))):
+            yield path
+
+
+def texts_in(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key of each text in a value, and the text."""
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from find_secrets(item, f"{key}.{name}" if key else str(name))
+            yield from texts_in(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from find_secrets(item, f"{key}.{index}" if key else str(index))
-    elif (
-        isinstance(value, str)
-        and value
-        and (_without_shapes(value) != value or any(map(_names_secret, _segments(key))))
-    ):
-        yield key
+            yield from texts_in(item, f"{key}.{index}" if key else str(index))
+    elif isinstance(value, str):
+        yield key, value
 
 
 def redact_yaml(text: str) -> str:

@@ -91,7 +91,7 @@ def _stats(arguments: Sequence[str], prog: str) -> int:
     parser = stats_parser(prog)
     found, config = parse_for_data(parser, arguments)
     from raytune_fsdp.data.census import census, classes_of, groups_of_steps
-    from raytune_fsdp.data.left_out import left_out_of
+    from raytune_fsdp.data.duplicates import left_out_of
     from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
     from raytune_fsdp.record.report.data import plot_lengths, stats
     from raytune_fsdp.run.prepare import open_as_run

@@ -1,11 +1,8 @@
 """What a user may write: `FinetuneConfig` and its sections.
 
     sections/      one file for each section
-    rules.py       what all sections have in common, and checks that several of them share
-    every.py       how often something is done
-    objective.py   whether an objective suits the rest
-    tensor.py      whether the rest suits layers that ranks share
-    exact.py       whether the rest suits runs with the same bits everywhere
+    rules.py       what all sections have in common; checks that several of them share, and how often something is done
+    together.py    whether the sections go together
     recorded.py    what others may read of a config, and where it differs from the defaults
 
 How a YAML file and command-line flags become a `FinetuneConfig`, in the order of the data:
@@ -25,14 +22,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.exact import check_exact
-from raytune_fsdp.config.objective import check_objective
 from raytune_fsdp.config.recorded import check_no_marks
 from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.sections.checkpoint import CheckpointConfig
 from raytune_fsdp.config.sections.cluster import ClusterConfig
 from raytune_fsdp.config.sections.data import CacheConfig, DataConfig, DatasetConfig, HeldOutConfig, RowsConfig
-from raytune_fsdp.config.sections.eval import EvalConfig, check_stop
+from raytune_fsdp.config.sections.eval import EvalConfig
 from raytune_fsdp.config.sections.export import ExportConfig
 from raytune_fsdp.config.sections.formats import (
     BinaryFormat,
@@ -50,12 +45,11 @@ from raytune_fsdp.config.sections.method import FreezeMethod, FullMethod, Ia3Met
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.config.sections.optim import GroupConfig, OptimConfig
 from raytune_fsdp.config.sections.parallel import ParallelConfig
-from raytune_fsdp.config.sections.reference import ReferenceConfig
+from raytune_fsdp.config.sections.reference import ReferenceConfig, TeacherConfig
 from raytune_fsdp.config.sections.run import ProfileConfig, RunConfig
-from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.config.sections.tracking import TrackingConfig
 from raytune_fsdp.config.sections.train import TrainConfig
-from raytune_fsdp.config.tensor import check_tensor
+from raytune_fsdp.config.together import check_exact, check_objective, check_stop, check_tensor
 
 
 class FinetuneConfig(Section):
@@ -122,17 +116,9 @@ class FinetuneConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _exact(self) -> Self:
+    def _together(self) -> Self:
         check_exact(self.run, self.parallel)
-        return self
-
-    @model_validator(mode="after")
-    def _tensor(self) -> Self:
         check_tensor(self.parallel.mesh.tensor, self.run, self.method, self.optim.optimizer)
-        return self
-
-    @model_validator(mode="after")
-    def _objective(self) -> Self:
         check_objective(
             self.train.objective, self.data, self.reference, self.eval, self.model, self.teacher, self.parallel
         )

@@ -182,8 +182,7 @@ def _section(values: dict[str, Any], place: Place) -> dict[str, Any]:
     # pydantic wants the `type` of every union; a config may leave it out for the default's type.
     if len(place.sections) > 1 and TAG not in settled and place.default_tag is not None:
         settled = {TAG: place.default_tag, **settled}
-    tag = settled.get(TAG)
-    tag = tag.text if isinstance(tag, Plain) else tag
+    tag = _word(settled.get(TAG))
     here = place.narrowed({TAG: _chosen(tag, place.child(TAG) or ANYTHING) if isinstance(tag, str) else tag})
     for name in here.fields():
         child = here.child(name)
@@ -354,8 +353,7 @@ def apply_overrides(tree: dict[str, Any], overrides: list[Override], root: Place
     """
     problems: list[str] = []
     for override in {o.path: o for o in overrides}.values():  # the last one, if a flag is given twice
-        _replace_union(tree, override, root, sources)
-        _replace_place(tree, override, root, sources)
+        _make_way(tree, override, root, sources)
     for override in sorted(overrides, key=Override.order):
         try:
             _put(tree, override, root)
@@ -373,31 +371,27 @@ def _forget(sources: dict[Loc, str], path: Loc) -> None:
         del sources[known]
 
 
-def _replace_union(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
-    """If the override gives a union another `type`, drop what the file has there: it describes the old type."""
-    *parents, last = override.path
-    place = find_place(root, tuple(parents))
-    if last != TAG or place is None or not any(tags(section) for section in place.sections):
-        return
-    node = _inside(tree, parents)
-    before, now = _word(node.get(TAG, place.default_tag)) if isinstance(node, dict) else None, _word(override.value)
-    own = place.child(TAG) or ANYTHING
-    if isinstance(node, dict) and (_chosen(now, own) if isinstance(now, str) else now) != before:
-        node.clear()
-        _forget(sources, tuple(parents))
+def _make_way(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
+    """Drop what the file has and the override replaces, though under other names.
 
-
-def _replace_place(tree: dict[str, Any], override: Override, root: Place, sources: dict[Loc, str]) -> None:
-    """If the override says that a dataset is on the hub, or in files, drop where the file has it: it is in one place."""
+    With another `type` of a union, what is there describes the old type. And a dataset is on the hub or in files: it is
+    in one place.
+    """
     *parents, last = override.path
-    place = find_place(root, tuple(parents))
-    if last not in _INSTEAD or place is None or not _INSTEAD.keys() <= set(place.fields()):
+    place, node = find_place(root, tuple(parents)), _inside(tree, parents)
+    if place is None or not isinstance(node, dict):
         return
-    node, (other, *more) = _inside(tree, parents), _INSTEAD[last]
-    if isinstance(node, dict) and _is_set(override.value) and _is_set(node.get(other)):
-        for field in (other, *more):
-            node.pop(field, None)
-            _forget(sources, (*parents, field))
+    if last == TAG and any(tags(section) for section in place.sections):
+        before, now = _word(node.get(TAG, place.default_tag)), _word(override.value)
+        if (_chosen(now, place.child(TAG) or ANYTHING) if isinstance(now, str) else now) != before:
+            node.clear()
+            _forget(sources, tuple(parents))
+    elif last in _INSTEAD and _INSTEAD.keys() <= set(place.fields()):
+        other, *more = _INSTEAD[last]
+        if spelled(override.value) is not None and spelled(node.get(other)) is not None:
+            for field in (other, *more):
+                node.pop(field, None)
+                _forget(sources, (*parents, field))
 
 
 _INSTEAD = {"hub": ("path",), "path": ("hub", "subset", "split", "revision")}
@@ -406,15 +400,8 @@ _INSTEAD = {"hub": ("path",), "path": ("hub", "subset", "split", "revision")}
 def _inside(tree: dict[str, Any], path: Sequence[str]) -> Any:
     node: Any = tree
     for part in path:
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            node = node.get(part) if isinstance(node, dict) else None
+        node = below(node, int(part) if isinstance(node, list) and part.isdecimal() else part)
     return node
-
-
-def _is_set(value: Any) -> bool:
-    return (value.value if isinstance(value, Plain) else value) is not None
 
 
 def _word(value: Any) -> Any:

@@ -150,13 +150,9 @@ def _unknown(path: Loc, value: Any, holder: Place, root: Place, sources: Mapping
     nearest = f"; nearest: {near}" if near else ""
     line = f"{'.'.join(path)}{equals}: unknown {what}{nearest}; {known}{_origin([path], sources)}"
     if len(line) > _MOST_CHARACTERS:  # names that nobody reads
-        section = " ".join(["--help", ".".join(_without_numbers(parents))]).strip()
+        section = " ".join(["--help", ".".join("N" if part.isdecimal() else part for part in parents)]).strip()
         line = line.replace(known, f"`raytune-fsdp train {section}` lists all")
     return line
-
-
-def _without_numbers(path: list[str]) -> list[str]:
-    return ["N" if part.isdecimal() else part for part in path]
 
 
 def _sibling(path: Loc, names: tuple[str, ...], root: Place) -> str | None:

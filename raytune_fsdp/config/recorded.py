@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from raytune_fsdp.base.redaction import REDACTED, redact, redact_shapes
+from raytune_fsdp.base.redaction import REDACTED, redact, redact_shapes, texts_in
 from raytune_fsdp.base.urls import without_user
 from raytune_fsdp.config.rules import Section
 from raytune_fsdp.config.schema import TAG
@@ -38,8 +38,7 @@ def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def shown_uri(uri: str) -> str:
     """Return a tracking URI without its user."""
-    shown: str = redact_shapes(without_user(uri))
-    return shown
+    return str(redact_shapes(without_user(uri)))
 
 
 def filled_from_environment(env: dict[str, str]) -> dict[str, str]:
@@ -57,23 +56,12 @@ def filled_from_environment(env: dict[str, str]) -> dict[str, str]:
 
 def check_no_marks(tree: Mapping[str, Any]) -> None:
     """Raise ValueError for marks in fields other than `cluster.env`."""
-    texts = _texts({name: value for name, value in tree.items() if name != "cluster"}, "")
+    texts = texts_in({name: value for name, value in tree.items() if name != "cluster"})
     marked = [path for path, text in texts if REDACTED in text]
     if marked:
         raise ValueError(
             f"{', '.join(marked)}: {REDACTED} stands for a secret that this config does not hold: write the value"
         )
-
-
-def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _texts(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _texts(item, f"{path}.{index}")
-    elif isinstance(value, str):
-        yield path, value
 
 
 # Where a config differs from its defaults.

@@ -1,12 +1,12 @@
-"""Rules that several sections share."""
+"""Rules and fields that several sections share."""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from raytune_fsdp.base.redaction import find_secrets
 from raytune_fsdp.base.urls import holds_credentials, is_url
@@ -117,3 +117,33 @@ class Section(BaseModel):
     # Without allow_inf_nan=False, `lr: .inf` would pass every bound below.
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+# How often something is done, for fields that allow more than a number of steps.
+
+
+class PerEpoch(Section):
+    per_epoch: int = Field(ge=1)
+    """How many times in every pass over the data: after the same steps on any number of ranks. Needs `train.epochs`."""
+
+    def __str__(self) -> str:
+        return f"{{per_epoch: {self.per_epoch}}}"
+
+
+class SaveEvery(Section):
+    """One of two ways to say how often a run is saved."""
+
+    minutes: float | None = Field(default=None, gt=0)
+    """Minutes of training after the newest checkpoint."""
+
+    per_epoch: int | None = Field(default=None, ge=1)
+    """How many times in every pass over the data: after the same steps on any number of ranks. Needs `train.epochs`."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.minutes is None) == (self.per_epoch is None):
+            raise ValueError(f"minutes={self.minutes} and per_epoch={self.per_epoch}: set one of the two")
+        return self
+
+    def __str__(self) -> str:
+        return f"{{minutes: {self.minutes:g}}}" if self.per_epoch is None else f"{{per_epoch: {self.per_epoch}}}"

@@ -21,16 +21,18 @@ Loc = tuple[str, ...]
 """Where a value is: keys and list indexes from the root."""
 
 # Numbers and booleans as people write them. YAML 1.1 reads `5e-5` as text, `010` as eight and `1:30` as ninety.
-_INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+|0b[01]+")
-_FLOAT = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
-_BOOL = re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF")
-_NULL = re.compile(r"~|null|Null|NULL|")
+_RESOLVERS = {
+    "bool": re.compile(r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF"),
+    "int": re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+|0b[01]+"),
+    "float": re.compile(
+        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    ),
+    "null": re.compile(r"~|null|Null|NULL|"),
+    "merge": re.compile(r"<<"),
+}
 # Line breaks for PyYAML, but not for a person.
 _BREAKS = re.compile("[\r\x85\u2028\u2029]")
-_MERGE = re.compile(r"<<")
 
 # Far above any config. Aliases of aliases turn a few lines into a billion values, and a file may be a stranger's.
 _MAX_CHARS, _MAX_VALUES = 4_000_000, 100_000
@@ -39,7 +41,6 @@ MAX_BYTES = 4 * _MAX_CHARS
 _MAX_DIGITS = 4300
 """The most digits of an integer: Python prints no more."""
 
-_RESOLVERS = {"bool": _BOOL, "int": _INT, "float": _FLOAT, "null": _NULL, "merge": _MERGE}
 _PREFIX = "tag:yaml.org,2002:"
 
 

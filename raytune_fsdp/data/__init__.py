@@ -8,7 +8,7 @@ rows/              a row becomes a document: token ids, and which of them are tr
 unread.py          well-known columns that a format does not read
 trial.py           functions of users are tried (does each give the same twice, and which modules does it need?), and
                    chat templates
-duplicates.py      finds rows that become the same tokens; left_out.py: which of them are not trained on
+duplicates.py      finds rows that become the same tokens, and leaves some of them out of the training
 mixture.py         keyed permutations, and which row of which dataset comes at each place of an epoch
 groups.py          the documents of one row that stay together, such as a pair; which other answer follows a judged one
 packing.py         documents are packed into samples of one length

@@ -14,7 +14,6 @@ Nothing is synced to disk: a file that a crash of the machine truncates is found
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -25,13 +24,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
-from raytune_fsdp.base.durable import replace_at_once
+from raytune_fsdp.base.durable import replace_at_once, take_turn
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.data.packing import PackedSamples
 from raytune_fsdp.plan.counts import DatasetCount, SkippedRow, WindowCounts
@@ -46,7 +45,7 @@ FORMAT = 1
 
 _DIGEST_BYTES = 16
 FILES, REFERENCE, TEACHER = "files", "reference", "teacher"
-_ABOUT, _META = "about.json", "meta.json"
+ABOUT, _META = "about.json", "meta.json"
 TEMPORARY = ".tmp"
 _LOCKS = 1024
 _LOCK_SECONDS = 300.0
@@ -244,7 +243,7 @@ class WindowCache:
                 # for it. The kernel releases the locks of a process that dies; a hanging one is waited for 300 s.
                 # Epochs are 37 files apart, so that the same window of two epochs does not share a lock.
                 handle = stack.enter_context(open(locks / f"{(k + 37 * epoch) % _LOCKS:04d}", "w"))
-                _lock(handle)
+                take_turn(handle.fileno(), _LOCK_SECONDS, 0.05)
             yield
 
     def read_census(self) -> Mapping[str, Any]:
@@ -270,17 +269,11 @@ class WindowCache:
         return self.directory / f"e{epoch:03d}-w{k:08d}.arrow"
 
     def _put(self, path: Path, *parts: bytes | pa.Buffer) -> None:
+        about = json.dumps(self.about)
         try:
-            self._open()
-            replace_at_once(path, *parts)
+            put(self.directory, about, path, *parts)
         except FileNotFoundError:  # a clean-up removed the directory just now
-            self._open()
-            replace_at_once(path, *parts)
-
-    def _open(self) -> None:
-        if not (self.directory / _ABOUT).exists():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            replace_at_once(self.directory / _ABOUT, json.dumps(self.about).encode())
+            put(self.directory, about, path, *parts)
 
     def _make_room(self, size: int) -> None:
         """Keep the cache within its limit. Checked only now and then, because measuring walks the whole directory."""
@@ -306,13 +299,12 @@ class WindowCache:
                 )
 
 
-def _lock(handle: IO[str]) -> None:
-    until = time.monotonic() + _LOCK_SECONDS
-    while time.monotonic() < until:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)
+def put(directory: Path, about: str, path: Path, *parts: bytes | pa.Buffer) -> None:
+    """Write a file of a directory of the cache, and before the first one what all of them are about."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (directory / ABOUT).exists():
+        replace_at_once(directory / ABOUT, about.encode())
+    replace_at_once(path, *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +322,7 @@ class Entry:
 def entries(root: Path) -> Iterator[Entry]:
     """Yield everything in a cache directory that can be made again, except what is being written right now."""
     said = [
-        each for what in (REFERENCE, TEACHER) for each in _named_by_us(root / what) if what in _json_of(each / _ABOUT)
+        each for what in (REFERENCE, TEACHER) for each in _named_by_us(root / what) if what in _json_of(each / ABOUT)
     ]
     for directory in [*_named_by_us(root / FILES), *said]:
         known = directory in said or "identity" in _json_of(directory / _META)
@@ -357,7 +349,7 @@ def _used(path: Path, status: os.stat_result) -> float:
     Another user's process may not set the time of what it reads, but most file systems note once a day that it was
     read. Not of the files that are read here, to see what their directory is.
     """
-    return status.st_mtime if path.name in (_META, _ABOUT) else max(status.st_mtime, status.st_atime)
+    return status.st_mtime if path.name in (_META, ABOUT) else max(status.st_mtime, status.st_atime)
 
 
 def remove(
@@ -393,7 +385,7 @@ def _is_removed(path: Path) -> bool:
 
 
 def _window_directories(root: Path) -> list[Path]:
-    return [path for path in _named_by_us(root) if "datasets" in _json_of(path / _ABOUT)]
+    return [path for path in _named_by_us(root) if "datasets" in _json_of(path / ABOUT)]
 
 
 def _named_by_us(directory: Path) -> list[Path]:

@@ -13,9 +13,9 @@ from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
 from raytune_fsdp.data.cache import FORMAT
 from raytune_fsdp.data.mixture import FIFTH_ORDER
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION
+from raytune_fsdp.data.rows.own_code import RowFunction
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.templates import load_template
-from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import Source
 from raytune_fsdp.plan.identity import ABSENT, ONE_BY_ONE, decided_by_data, named
 
@@ -49,7 +49,7 @@ def identity_of_windows(
         f"datasets.{i}.function_modules.{name}": content
         for i, each in enumerate(functions)
         if each is not None
-        for name, content in each.modules.items()
+        for name, content in each.own.modules.items()
     }
     # Without a selection: all rows.
     selections = {
@@ -64,7 +64,7 @@ def identity_of_windows(
         "seed": seed,
         **{f"datasets.{i}.files": list(source.fingerprints.values()) for i, source in enumerate(sources)},
         **formats,
-        **{f"datasets.{i}.function_file": each.code for i, each in enumerate(functions) if each is not None},
+        **{f"datasets.{i}.function_file": each.own.code for i, each in enumerate(functions) if each is not None},
         **modules,
         **{f"datasets.{i}.columnar": source.columnar for i, source in enumerate(sources)},
         **selections,

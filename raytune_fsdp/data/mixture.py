@@ -65,7 +65,6 @@ ORDER_VERSION = FIFTH_ORDER
 """The newest version."""
 
 _ROUNDS = 8
-_MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -113,9 +112,6 @@ class Permutation:
         self._half_bits = ((n - 1).bit_length() + 1) // 2 if n > 1 else 0
         self._half_mask = (1 << self._half_bits) - 1
         self._round_keys = tuple(mix64(key + (r + 1) * _GOLDEN) for r in range(_ROUNDS))
-
-    def __len__(self) -> int:
-        return self._n
 
     def __call__(self, index: int) -> int:
         if not 0 <= index < self._n:

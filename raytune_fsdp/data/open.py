@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +15,14 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DatasetConfig, FinetuneConfig, HeldOutConfig
 from raytune_fsdp.config.sections.data import DataConfig
 from raytune_fsdp.config.sections.formats import InstructionFormat, PythonFormat
-from raytune_fsdp.data.duplicates import RowReader, groups_of, in_either, is_read_cheaply
-from raytune_fsdp.data.left_out import warn_of_measured, without_equal
+from raytune_fsdp.data.duplicates import (
+    RowReader,
+    groups_of,
+    in_either,
+    is_read_cheaply,
+    warn_of_measured,
+    without_equal,
+)
 from raytune_fsdp.data.mixture import FOURTH_ORDER, Order, order_of
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.sources.opening import open_sources
@@ -29,7 +36,7 @@ from raytune_fsdp.plan.run_dir import cache_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+    from raytune_fsdp.base.batch import Int64Array
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +85,11 @@ def open_data(
         # Each row is measured once, however often it would be trained on.
         some = [i for i, (_, out) in enumerate(pairs) if len(out)]
         once = [datasets[i].model_copy(update={"weight": None, "share": None}) for i in some]
-        evals = {HELD_OUT: windows(once, [pairs[i][1] for i in some])}
+        evals = {HELD_OUT: windows(once, sources=[pairs[i][1] for i in some])}
         measured = {HELD_OUT: np.concatenate([own[i][pairs[i][1].numbers] for i in some])}
         own = {i: np.delete(each, pairs[i][1].numbers) for i, each in own.items()}
     rest = without_equal(names, sources, own, measured.values(), data)
-    train = windows(datasets, rest, config.train.loss_columns)
+    train = windows(datasets, sources=rest, columns=config.train.loss_columns)
     opened = [train, *evals.values()]
     if order_version is None:
         # A run has one version, and its evaluations must have the same rows when it continues. So must the questions of
@@ -155,13 +162,6 @@ def _groups(
     return found
 
 
-class _Opener(Protocol):
-    def __call__(
-        self, datasets: Sequence[DatasetConfig], sources: Sequence[Source] | None = None, columns: Sequence[str] = ()
-    ) -> Windows:
-        """Open datasets. `sources`: theirs if they are open. `columns`: those that a loss is told."""
-
-
 def _opener(
     config: FinetuneConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -169,14 +169,13 @@ def _opener(
     progress: Progress | None,
     order_version: int | None,
     newest_order: int | None = None,
-) -> _Opener:
+) -> partial[Windows]:
     cache, term = cache_of(config), getattr(config.train.objective, "sft", None)
     over_all = term is not None and term.weight > 0 and term.over == "all"
     scoring = _scoring_of(config, tokenizer)
-    return lambda datasets, sources=None, columns=(): Windows(
-        datasets, config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
-        progress=progress, order_version=order_version, newest_order=newest_order, sources=sources, columns=columns,
-        over_all=over_all, scoring=scoring,
+    return partial(
+        Windows, data=config.data, seed=config.run.seed, tokenizer=tokenizer, vocab_size=vocab_size, cache=cache,
+        progress=progress, order_version=order_version, newest_order=newest_order, over_all=over_all, scoring=scoring,
     )  # fmt: skip
 
 
@@ -184,7 +183,7 @@ def _scoring_of(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> S
     return None if config.model.head is None else Scoring.of(config.model.head, tokenizer)
 
 
-def _named(datasets: Sequence[DatasetConfig], windows: _Opener) -> dict[str, Windows]:
+def _named(datasets: Sequence[DatasetConfig], windows: partial[Windows]) -> dict[str, Windows]:
     evals = {}
     for index, dataset in enumerate(datasets):
         try:

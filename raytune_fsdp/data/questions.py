@@ -31,9 +31,7 @@ from raytune_fsdp.plan.run_dir import cache_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from raytune_fsdp.base.batch import Int32Array
-
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+    from raytune_fsdp.base.batch import Int32Array, Int64Array
 
 _MOST_QUESTIONS, _MOST_SUBJECTS = 100_000, 200
 """Every rank holds all questions, and every subject is a curve: MMLU has 14,042 and 57."""

@@ -24,9 +24,8 @@ import numpy as np
 import xxhash
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, StepBatches
-from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DamagedError, DataError
-from raytune_fsdp.data.cache import REFERENCE
+from raytune_fsdp.data.cache import REFERENCE, put
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.plan.identity import REFERENCE_ALSO, REFERENCE_OF, REFERENCE_VALUES
 
@@ -142,12 +141,9 @@ class ReferenceFiles:
     def write(self, epoch: int, k: int, names: Names, values: Values) -> None:
         """Keep what a window is the first to have."""
         body = self._head(epoch, k, len(names)) + b"\n" + names.tobytes() + values.astype("<f8").tobytes()
+        about = json.dumps(self.about, indent=1)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            about = self.directory / "about.json"
-            if not about.exists():
-                replace_at_once(about, json.dumps(self.about, indent=1).encode())
-            replace_at_once(self._path(epoch, k), body, xxhash.xxh3_128_digest(body))
+            put(self.directory, about, self._path(epoch, k), body, xxhash.xxh3_128_digest(body))
         except OSError as error:
             raise DataError(
                 f"{self.directory} cannot take the log-probabilities of the reference ({error.strerror}); free "

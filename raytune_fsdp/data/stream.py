@@ -44,17 +44,17 @@ class Stream:
         """Yield samples from `cursor` on, in the same order from any cursor. A thread builds the next window."""
         empty = 0
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="windows") as ahead:
-            coming = ahead.submit(self._load, cursor, 0)
+            coming = ahead.submit(self.load, cursor, 0)
             for number in count():
                 window, built = coming.result()
-                coming = ahead.submit(self._load, cursor, number + 1)
+                coming = ahead.submit(self.load, cursor, number + 1)
                 empty = 0 if len(window.samples) else empty + 1
                 self.check_not_empty(empty)
                 yield from self._section(cursor, number, window, built)
 
     def section(self, cursor: Cursor, number: int) -> Iterator[StreamSample]:
         """Yield the samples of the window `number` windows after the cursor's own."""
-        window, built = self._load(cursor, number)
+        window, built = self.load(cursor, number)
         return self._section(cursor, number, window, built)
 
     def origins(self, epoch: int, place: int) -> list[list[RowOrigin]]:
@@ -66,10 +66,6 @@ class Stream:
         found = self.windows.origins(epoch, k)
         inside = self.order(len(found), "samples", epoch, k)
         return [found[inside(index)] for index in range(len(found))]
-
-    def first_window(self, cursor: Cursor) -> tuple[Window, bool]:
-        """Return the window that contains the cursor, and whether it had to be built."""
-        return self._load(cursor, 0)
 
     def check_not_empty(self, empty: int) -> None:
         """Raise if, after `empty` windows in a row without a sample, no window can have one."""
@@ -110,7 +106,8 @@ class Stream:
         """Return the number of the window at this place of an epoch."""
         return self.order(self.windows.count(epoch), "windows", epoch)(place)
 
-    def _load(self, cursor: Cursor, number: int) -> tuple[Window, bool]:
+    def load(self, cursor: Cursor, number: int) -> tuple[Window, bool]:
+        """Return the window `number` windows after the cursor's own, and whether it had to be built."""
         epoch, place = self.place(cursor, number)
         return self.windows.get(epoch, self.window_at(epoch, place))
 

@@ -35,8 +35,9 @@ from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import DamagedError, DataError, TransientError, first_line
 from raytune_fsdp.base.untrusted import MIB, is_hollow, open_regular, parse_json, printable, read_json
-from raytune_fsdp.data.cache import ABANDONED_SECONDS, TEACHER, TEMPORARY
+from raytune_fsdp.data.cache import ABANDONED_SECONDS, ABOUT, TEACHER, TEMPORARY, put
 from raytune_fsdp.data.reference import NAME, Known, Names, names_of
+from raytune_fsdp.data.sources.handles import content_hash
 
 FORMAT = 1
 """Version of the bytes of a part: a line of JSON; for each document a row of `_ROW`; for each, the ids of all its
@@ -48,8 +49,8 @@ ROW_BYTES = _ROW.itemsize
 _FLOATS: Mapping[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp64": np.dtype("<f8")}
 _ID = np.dtype("<i4")
 _PART = re.compile(r"[0-9a-f]{32}")
-_ABOUT, _SUFFIX = "about.json", ".topk"
-_HEAD_BYTES, _CHUNK = 4096, 8 * MIB
+_SUFFIX = ".topk"
+_HEAD_BYTES = 4096
 _HEAD = re.compile(rb'\{"documents": (\d{1,7}), ')
 PART_BYTES, PART_DOCUMENTS, _MOST_DOCUMENTS = 256 * MIB, 1 << 18, 1 << 20
 """A part is written when it has this many bytes or documents; files with more documents than the last are none
@@ -178,13 +179,13 @@ class TeacherFiles:
     def kept(cls, directory: Path) -> TeacherFiles | None:
         """Return the files that a pass has left in a directory, which may be a copy; None: it has none."""
         try:
-            said: Any = read_json(directory / _ABOUT, limit=MIB)
+            said: Any = read_json(directory / ABOUT, limit=MIB)
             if not isinstance(said, dict) or TEACHER not in said:
                 return None
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise DataError(f"{directory / _ABOUT} cannot be read ({first_line(error)}): copy it again") from error
+            raise DataError(f"{directory / ABOUT} cannot be read ({first_line(error)}): copy it again") from error
         numbers: dict[str, Any] = {key: said.get(key) for key in Form.__slots__}
         texts: dict[str, Any] = {key: said.get(key) for key in ("tokenizer", "model")}
         form = Form(**numbers)
@@ -194,7 +195,7 @@ class TeacherFiles:
         sound = counts and heat and named and form.dtype in _FLOATS
         if said.get("format") != FORMAT or not sound:
             raise DataError(
-                f"{directory / _ABOUT} is not what this version writes there: copy it again, or name its model"
+                f"{directory / ABOUT} is not what this version writes there: copy it again, or name its model"
             )
         model = printable(texts["model"])[:200]
         return cls(directory=directory, of=said[TEACHER], form=form, tokenizer=texts["tokenizer"], model=model)
@@ -217,7 +218,7 @@ class TeacherFiles:
         can read that any more."""
         with suppress(OSError):
             if self.directory.is_dir() and not self._is_told():
-                self._tell()
+                replace_at_once(self.directory / ABOUT, self._about.encode())
         for path in self.directory.rglob(f"*{TEMPORARY}"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -267,7 +268,7 @@ class TeacherFiles:
             return None
         sizes = table["targets"].astype(np.int64) * self.form.target_bytes
         starts = np.concatenate([[0], np.cumsum(sizes)]) + first + len(data)
-        if starts[-1] != size or is_hollow(path, os.fstat(handle)) or _digest(handle, size) != part:
+        if starts[-1] != size or is_hollow(path, os.fstat(handle)) or content_hash(handle, lambda _: beat()) != part:
             return None
         return KeptPart(name=part, path=path, table=table, starts=starts)
 
@@ -323,18 +324,16 @@ class TeacherFiles:
             return kept is not None and kept.key == self.key
         return False
 
-    def _tell(self) -> None:
+    @property
+    def _about(self) -> str:
         said = {
             "format": FORMAT, TEACHER: self.of, "model": self.model, "tokenizer": self.tokenizer, **asdict(self.form),
         }  # fmt: skip
-        replace_at_once(self.directory / _ABOUT, json.dumps(said, indent=1).encode())
+        return json.dumps(said, indent=1)
 
     def _put(self, path: Path, *content: bytes) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not (self.directory / _ABOUT).exists():
-                self._tell()
-            replace_at_once(path, *content)
+            put(self.directory, self._about, path, *content)
         except OSError as error:
             raise DataError(
                 f"{self.directory} cannot take the predictions of the teacher ({error.strerror}); free space, lower "
@@ -356,14 +355,6 @@ def _read(handle: int, many: int, place: int) -> bytes:
         found.append(data)
         many, place = many - len(data), place + len(data)
     return found[0] if len(found) == 1 else b"".join(found)
-
-
-def _digest(handle: int, size: int) -> str:
-    hashed = xxhash.xxh3_128()
-    for place in range(0, size, _CHUNK):
-        hashed.update(os.pread(handle, _CHUNK, place))
-        beat()
-    return hashed.hexdigest()
 
 
 def rest_of(rest: np.ndarray[Any, Any]) -> Rest:

@@ -27,28 +27,28 @@ def try_functions(formatters: Sequence[Formatter], sources: Sequence[Source], or
     Only the user's own modules count; the functions then know them. A run of an older version of the order has no
     such modules in its identity, and goes on without them.
     """
-    names = dict.fromkeys(each.function.name for each in formatters if each.function is not None)
+    names = dict.fromkeys(each.function.own.name for each in formatters if each.function is not None)
     for name in names:
-        every = zip(formatters, sources, strict=True)
-        pairs = [(f, source) for f, source in every if f.function is not None and f.function.name == name]
-        tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, source in pairs]
+        every = [(f, f.function, source) for f, source in zip(formatters, sources, strict=True)]
+        its = [
+            (f, function, source) for f, function, source in every if function is not None and function.own.name == name
+        ]
+        tried = [source.rows(range(min(_TRIED_ROWS, len(source)))) for _, _, source in its]
         there = None
         if order >= FOURTH_ORDER:  # all its datasets in one process: its imports may take many seconds
-            assert pairs[0][0].function is not None
             sound = [row for rows in tried for row in rows if not isinstance(row, RowError)]
-            there = pairs[0][0].function.call_elsewhere(sound)
+            there = its[0][1].own.call_elsewhere(sound)
         results = iter(() if there is None else there.results)
-        for (formatter, source), rows in zip(pairs, tried, strict=True):
-            assert formatter.function is not None
+        for (formatter, function, source), rows in zip(its, tried, strict=True):
             wheres, made = [source.where(index) for index in range(len(rows))], None
             if there is not None:
                 made = [
-                    row if isinstance(row, RowError) else formatter.function.read(next(results), where)
+                    row if isinstance(row, RowError) else function.read(next(results), where)
                     for row, where in zip(rows, wheres, strict=True)
                 ]
-                formatter.function.know(there.modules)
+                function.know(there.modules)
             formatter.check_function(rows, wheres, made)
-    return any(each.function is not None and each.function.modules for each in formatters)
+    return any(each.function is not None and each.function.own.modules for each in formatters)
 
 
 def try_templates(formatters: Sequence[Formatter], sources: Sequence[Source]) -> None:

@@ -21,7 +21,6 @@ _FUNCTION = "a function (format.type=python)"
 _SYSTEM = dict.fromkeys(("system", "system_prompt", "system_message"), "format.system")
 _CONTEXT = dict.fromkeys(("input", "context"), "format.input")
 _CALLS = dict.fromkeys(("tools", FUNCTIONS), "format.tools")
-_MASKS = dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask")
 _ANSWERS = dict.fromkeys(("chosen", "rejected"), "format.type=preference")
 _BY_FUNCTION = dict.fromkeys((*_CALLS, "history"), _FUNCTION)
 _ASKED = {
@@ -39,7 +38,10 @@ _KNOWN: dict[str, dict[str, str]] = {
     "score": {**dict.fromkeys(_SYSTEM, _FUNCTION), **_BY_FUNCTION, "weight": "format.weight"},
     "template": {**dict.fromkeys((*_SYSTEM, *_CONTEXT), "format.prompt"), "history": _FUNCTION},
     "completion": {**_ANSWERS},
-    "tokens": {"labels": "format.labels", **_MASKS},
+    "tokens": {
+        "labels": "format.labels",
+        **dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask"),
+    },
 }  # fmt: skip
 """For types of formats: well-known columns, and what would read them. A type that is not here reads none of them."""
 _ROWS, _CHARACTERS = 1000, 4_000_000

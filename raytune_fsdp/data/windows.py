@@ -30,7 +30,7 @@ from raytune_fsdp.data.cache import Window, WindowCache, finish_counts
 from raytune_fsdp.data.groups import cut_to, judged, length_of, partners
 from raytune_fsdp.data.identity import fingerprint_of, identity_of_windows, told_of, turns_of
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, THIRD_ORDER, Mixture, Order, Permutation, weights_of
-from raytune_fsdp.data.packing import Arrangement, Gathered, PackedSamples, RowOrigin, arrange, fill_samples, origins
+from raytune_fsdp.data.packing import Arrangement, Gathered, RowOrigin, arrange, fill_samples, origins
 from raytune_fsdp.data.rows.conversation import MISSING_COLUMN
 from raytune_fsdp.data.rows.formats import Document, Formatter
 from raytune_fsdp.data.rows.pairs import trained_tokens
@@ -206,7 +206,8 @@ class Windows:
                     rows = self._gather(*key)
                     arranged = self._arrange(rows, *key)
                     made = fill_samples(arranged, sources=rows.sources, seq_len=self.seq_len, pad_id=self.pad_id)
-                    window = Window(samples=made, counts=self._count(made, rows))
+                    counts = finish_counts(made, rows.counts, rows.skipped, grouped=self.kind is not None)
+                    window = Window(samples=made, counts=counts)
                     built = True
                     try:
                         self.cache.write(*key, window)
@@ -308,9 +309,6 @@ class Windows:
                 fewer,
             )
         return found
-
-    def _count(self, made: PackedSamples, rows: Gathered) -> WindowCounts:
-        return finish_counts(made, rows.counts, rows.skipped, grouped=self.kind is not None)
 
     def _arrange(self, found: Gathered, epoch: int, k: int) -> Arrangement:
         order = None

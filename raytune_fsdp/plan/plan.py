@@ -15,7 +15,7 @@ from typing import Any
 
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.every import PerEpoch, SaveEvery
+from raytune_fsdp.config.rules import PerEpoch, SaveEvery
 from raytune_fsdp.config.sections.cluster import Between
 from raytune_fsdp.plan.cadence import Every, PartsOfEpochs, due, times_due, to_json
 from raytune_fsdp.plan.counts import Census

@@ -6,16 +6,14 @@ grows, and other processes append to it, too.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.base.durable import open_private
+from raytune_fsdp.base.durable import open_private, take_turn
 from raytune_fsdp.base.errors import RaytuneError, ResumeError, TrainingError, TransientError
 from raytune_fsdp.base.lease import Lease, TakenOverError
 from raytune_fsdp.base.measured import StepMetrics
@@ -182,28 +180,14 @@ def _append_line(path: Path, line: Mapping[str, object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Append in one write, without a buffer: lines of several processes must not be mixed.
         with FileIO(path, "ab+", opener=open_private) as file:
-            _take_turn(file)
+            # On NFS each node finds the end of the file by itself: lines that two nodes append at once would take the
+            # same place.
+            take_turn(file.fileno(), _TURN_SECONDS, _LOOK_SECONDS)
             # A line that a crash left unfinished must not swallow this one.
             torn = file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
             _write_all(file, b"\n" * torn + to_bytes(line))
     except OSError as error:
         raise _cannot_write(path, error) from error
-
-
-def _take_turn(file: FileIO) -> None:
-    """Keep other processes from appending until the file is closed.
-
-    On NFS each node finds the end of the file by itself: lines that two nodes append at once would take the same place.
-    Where storage has no locks, or who has this one does not go on, go on without it.
-    """
-    deadline = time.monotonic() + _TURN_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_LOOK_SECONDS)
-        except OSError:
-            return
 
 
 def repair_event(problems: Sequence[str], aside: Path) -> dict[str, object]:

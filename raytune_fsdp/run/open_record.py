@@ -33,7 +33,7 @@ from raytune_fsdp.config.recorded import differing, recorded
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.config.text import dump
 from raytune_fsdp.data.census import events_of_rows
-from raytune_fsdp.data.left_out import left_out_of
+from raytune_fsdp.data.duplicates import left_out_of
 from raytune_fsdp.data.open import HELD_OUT
 from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.attention.choose import KernelChoice

@@ -186,7 +186,7 @@ def _counted(
         counted = census(train, config.train.epochs, progress=progress, build=build)
         return counted, built + counted.built
     # Only the first window; the others are built during training. A wrong column or template shows in it already.
-    return None, built + Stream(train, seed=config.run.seed).first_window(cursor)[1]
+    return None, built + Stream(train, seed=config.run.seed).load(cursor, 0)[1]
 
 
 def _origin(

@@ -106,11 +106,11 @@ def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) ->
     """One rank, of which one is killed: before a file of the reference is in its place, or where a step begins."""
     import torch.distributed as dist
 
-    from raytune_fsdp.data import reference
+    from raytune_fsdp.data import cache
     from raytune_fsdp.run import loop
 
     count = {"writes": 0}
-    put, take = reference.replace_at_once, loop.train_step
+    put, take = cache.replace_at_once, loop.train_step
 
     def writes_then_dies(path: Path, *parts: Any, **options: Any) -> None:
         count["writes"] += path.suffix == ".values"
@@ -124,7 +124,7 @@ def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) ->
             os.kill(os.getpid(), signal.SIGKILL)
         return take(*args, **options)
 
-    reference.replace_at_once, loop.train_step = writes_then_dies, trains_then_dies
+    cache.replace_at_once, loop.train_step = writes_then_dies, trains_then_dies
     train_rank(values)
 
 

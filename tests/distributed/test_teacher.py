@@ -198,15 +198,15 @@ def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) ->
     """One rank, of which one is killed: before a file of the teacher is in its place, or where a step begins."""
     import torch.distributed as dist
 
-    from raytune_fsdp.data import teacher
+    from raytune_fsdp.data import cache
     from raytune_fsdp.run import loop
 
     count = {"writes": 0}
-    put, take = teacher.replace_at_once, loop.train_step
+    put, take = cache.replace_at_once, loop.train_step
 
     def writes_then_dies(path: Path, *parts: Any, **options: Any) -> None:
-        count["writes"] += 1
-        if count["writes"] > writes and dist.get_rank() == rank:
+        count["writes"] += TEACHER in path.parts
+        if TEACHER in path.parts and count["writes"] > writes and dist.get_rank() == rank:
             path.with_name(f"{path.name}.half.tmp").write_bytes(b"".join(map(bytes, parts))[:40])
             os.kill(os.getpid(), signal.SIGKILL)
         put(path, *parts, **options)
@@ -216,7 +216,7 @@ def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) ->
             os.kill(os.getpid(), signal.SIGKILL)
         return take(*args, **options)
 
-    teacher.replace_at_once, loop.train_step = writes_then_dies, trains_then_dies
+    cache.replace_at_once, loop.train_step = writes_then_dies, trains_then_dies
     train_rank(values)
 
 

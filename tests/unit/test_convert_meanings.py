@@ -13,7 +13,7 @@ from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.convert.file import Converted, convert
 from raytune_fsdp.convert.llama_factory_rows import with_input
-from raytune_fsdp.data.rows.user_functions import RowFunction
+from raytune_fsdp.data.rows.own_code import RowFunction
 from tests.unit import test_convert
 
 LEAST = {

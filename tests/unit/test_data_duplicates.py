@@ -17,8 +17,7 @@ import pytest
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DataConfig, DatasetConfig
 from raytune_fsdp.data import duplicates
-from raytune_fsdp.data.duplicates import RowReader, groups_of
-from raytune_fsdp.data.left_out import left_out_of
+from raytune_fsdp.data.duplicates import RowReader, groups_of, left_out_of
 from raytune_fsdp.data.open import open_data, open_evals
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.windows import Windows

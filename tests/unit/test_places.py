@@ -22,7 +22,7 @@ import yaml
 from raytune_fsdp.base.errors import ConfigError, RaytuneError
 from raytune_fsdp.base.mark import chosen_in, made_with, with_mark
 from raytune_fsdp.config.load import load_config
-from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.config.sections.reference import TeacherConfig
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.places import check_beginning, check_places, mark_of, places_in
 from raytune_fsdp.tools.dry_run.two_steps import dry_run

@@ -6,8 +6,7 @@ data.py        which rows, in which mixture and order; formats.py: how a row bec
 method.py      which weights are trained
 optim.py       the learning rate over time, clipping; optimizers.py: the optimizers
 train.py       how much is trained, in which batches, on which loss; objectives.py: what a step minimises
-reference.py   what an objective of preferences compares with
-teacher.py     whose predictions an objective of distillation learns from
+reference.py   what an objective of preferences compares with; the teacher, whose predictions one of distillation learns
 parallel.py    how the model is spread over the ranks, and in which precision it computes
 checkpoint.py  when a run is saved, and how much of it is kept
 eval.py        how often the model is measured

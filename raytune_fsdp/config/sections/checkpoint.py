@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from raytune_fsdp.config.every import SaveEvery
-from raytune_fsdp.config.rules import Section, checkpoint_place
+from raytune_fsdp.config.rules import SaveEvery, Section, checkpoint_place
 
 
 class CheckpointConfig(Section):

@@ -7,10 +7,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.every import PerEpoch
-from raytune_fsdp.config.rules import Section, check_expression
+from raytune_fsdp.config.rules import PerEpoch, Section, check_expression
 from raytune_fsdp.config.sections.data import SourceConfig
-from raytune_fsdp.config.sections.run import RunConfig
 
 
 class EarlyStopConfig(Section):
@@ -145,12 +143,3 @@ class EvalConfig(Section):
 
     max_new_tokens: int = Field(default=64, ge=1)
     """Maximum length of those answers, in tokens."""
-
-
-def check_stop(run: RunConfig, chosen: EvalConfig) -> None:
-    """Raise ValueError if a run is to stop by itself where nobody waits for its evaluation."""
-    if run.stop_after is not None and chosen.where == "task":
-        raise ValueError(
-            f"run.stop_after={run.stop_after} with eval.where=task: a run that stops does not wait for its tasks: set "
-            "eval.where=ranks, or leave stop_after out"
-        )

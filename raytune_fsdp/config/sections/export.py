@@ -6,8 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raytune_fsdp.config.every import PerEpoch
-from raytune_fsdp.config.rules import Section
+from raytune_fsdp.config.rules import PerEpoch, Section
 
 
 class ExportConfig(Section):

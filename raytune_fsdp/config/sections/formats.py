@@ -12,6 +12,46 @@ from raytune_fsdp.config.rules import Section, function_name
 SYSTEM, FUNCTIONS = "system", "functions"
 """Columns next to a conversation: its system message, and tools under the name that OpenAI first gave them."""
 
+# Fields that several formats have, and what they mean in each.
+
+Unread = Annotated[
+    list[str],
+    Field(
+        description="Names of columns that are left unread on purpose. A run warns of other well-known columns that it "
+        "does not read."
+    ),
+]
+RoleKey = Annotated[
+    str | None,
+    Field(description="Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."),
+]
+ContentKey = Annotated[
+    str | None,
+    Field(description="Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."),
+]
+Roles = Annotated[
+    dict[str, Literal["system", "developer", "user", "assistant", "tool"]],
+    Field(
+        description="What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, "
+        "`gpt` and other\ncommon names need no entry."
+    ),
+]
+SystemColumn = Annotated[str | None, Field(description="Column with a system message. Null: none.")]
+ToolsColumn = Annotated[
+    str | None,
+    Field(
+        description="Column with the tools that the assistant may call. Rows without it are fine. Null: the column is "
+        "not read."
+    ),
+]
+WeightColumn = Annotated[
+    str | None, Field(description="Column with a number, at least 0: the weight of the row's loss. Null: 1.")
+]
+OfAnswer = Annotated[
+    Literal["completion", "all"],
+    Field(description="Tokens that are trained on: the answer including its end token, or every token."),
+]
+
 
 class ChatFormat(Section):
     type: Literal["chat"] = "chat"
@@ -24,15 +64,9 @@ class ChatFormat(Section):
     """Column with a list of messages that come before these and are only context, except with `loss: all`. TRL's rows have
     `prompt` and `completion`: `{prompt: prompt, messages: completion}`. Null: none."""
 
-    role: str | None = None
-    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
-
-    content: str | None = None
-    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
-
-    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
-    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
-    common names need no entry."""
+    role: RoleKey = None
+    content: ContentKey = None
+    roles: Roles = Field(default_factory=dict)
 
     tools: str | None = "tools"
     """Column with the tools that the assistant may call: a list of JSON schemas, or that list as JSON text. Rows
@@ -52,8 +86,7 @@ class ChatFormat(Section):
     of all messages, also between `<think>` and `</think>` (or `[THINK]` and `[/THINK]`) at the start of their content.
     Without an opening tag before it, `</think>` counts only on a line of its own."""
 
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
 
 class InstructionFormat(Section):
@@ -69,19 +102,16 @@ class InstructionFormat(Section):
     completion: str = "output"
     """Column with the answer."""
 
-    system: str | None = None
-    """Column with a system message. Null: none."""
+    system: SystemColumn = None
 
     style: Literal["alpaca", "plain", "chat"] = "alpaca"
     """`alpaca`: under the headings that Stanford's Alpaca used; `plain`: the answer directly after the question (with
     empty lines between a system message, the question and its input); `chat`: as a conversation, rendered by the chat
     template."""
 
-    loss: Literal["completion", "all"] = "completion"
-    """Tokens that are trained on: the answer including its end token, or every token."""
+    loss: OfAnswer = "completion"
 
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
 
 class CompletionFormat(Section):
@@ -91,8 +121,7 @@ class CompletionFormat(Section):
     text: str = "text"
     """Column with the text."""
 
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
 
 class TokensFormat(Section):
@@ -109,8 +138,7 @@ class TokensFormat(Section):
     mask: str | None = None
     """Column with 1 for each token that is trained on and 0 for the others, instead of `labels`."""
 
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
 
 def parts_of(template: str) -> list[tuple[str, str | None]]:
@@ -151,11 +179,9 @@ class TemplateFormat(Section):
     """`plain`: the answer directly after the prompt; `chat`: as a question of the user and an answer of the assistant,
     rendered by the chat template."""
 
-    loss: Literal["completion", "all"] = "completion"
-    """Tokens that are trained on: the answer including its end token, or every token."""
+    loss: OfAnswer = "completion"
 
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _can_be_read(self) -> Self:
@@ -183,28 +209,19 @@ class PreferenceFormat(Section):
     rejected: str = "rejected"
     """Column with the other answer, of the same kind."""
 
-    role: str | None = None
-    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+    role: RoleKey = None
+    content: ContentKey = None
+    roles: Roles = Field(default_factory=dict)
 
-    content: str | None = None
-    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+    system: SystemColumn = None
 
-    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
-    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
-    common names need no entry."""
-
-    system: str | None = None
-    """Column with a system message. Null: none."""
-
-    tools: str | None = "tools"
-    """Column with the tools that the assistant may call. Rows without it are fine. Null: the column is not read."""
+    tools: ToolsColumn = "tools"
 
     margin: str | None = None
     """Column with a number: how far apart the answers are to be, which `train.objective` takes off the difference of
     their rewards. Null: 0."""
 
-    weight: str | None = None
-    """Column with a number, at least 0: the weight of the row's loss. Null: 1."""
+    weight: WeightColumn = None
 
     style: Literal["chat", "plain"] = "chat"
     """How texts are read. `chat`: as a question of the user and answers of the assistant; `plain`: the answer directly
@@ -214,8 +231,7 @@ class PreferenceFormat(Section):
     """Tokens whose probabilities count: those of the answer, after what both answers share, or all turns of the assistant.
     Where a template writes an empty thought in front of one answer only, that counts as the answer's, too."""
 
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
 
 class BinaryFormat(Section):
@@ -231,31 +247,21 @@ class BinaryFormat(Section):
     label: str = "label"
     """Column with true (or 1) for a desirable answer, and false (or 0) for another."""
 
-    role: str | None = None
-    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+    role: RoleKey = None
+    content: ContentKey = None
+    roles: Roles = Field(default_factory=dict)
 
-    content: str | None = None
-    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+    system: SystemColumn = None
 
-    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
-    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
-    common names need no entry."""
+    tools: ToolsColumn = "tools"
 
-    system: str | None = None
-    """Column with a system message. Null: none."""
-
-    tools: str | None = "tools"
-    """Column with the tools that the assistant may call. Rows without it are fine. Null: the column is not read."""
-
-    weight: str | None = None
-    """Column with a number, at least 0: the weight of the row's loss. Null: 1."""
+    weight: WeightColumn = None
 
     style: Literal["chat", "plain"] = "chat"
     """How texts are read. `chat`: as a question of the user and an answer of the assistant; `plain`: the answer directly
     after the prompt, without a template. Messages need `chat`."""
 
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
 
 class ScoreFormat(Section):
@@ -274,21 +280,13 @@ class ScoreFormat(Section):
     score: str | None = None
     """Column with a number."""
 
-    role: str | None = None
-    """Key of a message's role. Null: `role`, or `from` (ShareGPT) where messages have that."""
+    role: RoleKey = None
+    content: ContentKey = None
+    roles: Roles = Field(default_factory=dict)
 
-    content: str | None = None
-    """Key of a message's text. Null: `content`, or `value` (ShareGPT) where messages have that."""
+    weight: WeightColumn = None
 
-    roles: dict[str, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
-    """What the names of roles in the file mean: system, developer, user, assistant or tool. `human`, `gpt` and other
-    common names need no entry."""
-
-    weight: str | None = None
-    """Column with a number, at least 0: the weight of the row's loss. Null: 1."""
-
-    ignore: list[str] = Field(default_factory=list)
-    """Names of columns that are left unread on purpose. A run warns of other well-known columns that it does not read."""
+    ignore: Unread = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:

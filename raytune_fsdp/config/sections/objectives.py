@@ -17,10 +17,12 @@ class SftTerm(Section):
     """The tokens of that cross-entropy: those of the answer, or all of the document, its prompt too."""
 
 
-class SftObjective(Section):
-    type: Literal["sft"] = "sft"
-    """The cross-entropy of every target, or `train.loss`."""
+FurtherTerm = Annotated[SftTerm, Field(description="A term of cross-entropy besides.")]
+Closeness = Annotated[float, Field(gt=0, description="How closely the model is held to the reference.")]
+WrongWayRound = Annotated[float, Field(ge=0, lt=0.5, description="The probability that a pair is the wrong way round.")]
 
+
+class _Objective(Section):
     rows: ClassVar[str | None] = None
     """The type of format whose rows make the groups that the objective is of; None: documents stand alone."""
     compares: ClassVar[bool] = False
@@ -31,21 +33,22 @@ class SftObjective(Section):
     """Whether a teacher's predictions are learned from."""
 
 
-class _PairObjective(Section):
-    rows: ClassVar[str | None] = "preference"
-    compares: ClassVar[bool] = False
-    scores: ClassVar[bool] = False
-    learns: ClassVar[bool] = False
+class SftObjective(_Objective):
+    type: Literal["sft"] = "sft"
+    """The cross-entropy of every target, or `train.loss`."""
+
+
+class _PairObjective(_Objective):
+    rows = "preference"
 
 
 class DpoObjective(_PairObjective):
-    compares: ClassVar[bool] = True
+    compares = True
 
     type: Literal["dpo"]
     """Direct preference optimization: the chosen answer gains on the rejected one, measured from a reference."""
 
-    beta: float = Field(default=0.1, gt=0)
-    """How closely the model is held to the reference."""
+    beta: Closeness = 0.1
 
     loss: Literal["sigmoid", "hinge", "robust"] = "sigmoid"
     """The loss of a pair. `robust` expects the fraction `label_smoothing` of the pairs to be the wrong way round."""
@@ -56,8 +59,7 @@ class DpoObjective(_PairObjective):
     normalize: Literal["none", "length"] = "none"
     """`length`: log-probabilities are divided by the number of tokens of their answer."""
 
-    sft: SftTerm = Field(default_factory=SftTerm)
-    """A term of cross-entropy besides."""
+    sft: FurtherTerm = Field(default_factory=SftTerm)
 
     @model_validator(mode="after")
     def _smoothing(self) -> Self:
@@ -75,16 +77,14 @@ class DpoObjective(_PairObjective):
 
 
 class IpoObjective(_PairObjective):
-    compares: ClassVar[bool] = True
+    compares = True
 
     type: Literal["ipo"]
     """Identity preference optimization: the mean gain of a token is drawn to 1 / (2 beta)."""
 
-    beta: float = Field(default=0.1, gt=0)
-    """How closely the model is held to the reference."""
+    beta: Closeness = 0.1
 
-    sft: SftTerm = Field(default_factory=SftTerm)
-    """A term of cross-entropy besides."""
+    sft: FurtherTerm = Field(default_factory=SftTerm)
 
 
 class SimpoObjective(_PairObjective):
@@ -98,11 +98,9 @@ class SimpoObjective(_PairObjective):
     """How far apart, after scaling by beta, the answers are to be: the paper's gamma, beta times its
     `gamma_beta_ratio`."""
 
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """The probability that a pair is the wrong way round."""
+    label_smoothing: WrongWayRound = 0.0
 
-    sft: SftTerm = Field(default_factory=SftTerm)
-    """A term of cross-entropy besides."""
+    sft: FurtherTerm = Field(default_factory=SftTerm)
 
 
 class CpoObjective(_PairObjective):
@@ -115,8 +113,7 @@ class CpoObjective(_PairObjective):
     loss: Literal["sigmoid", "hinge"] = "sigmoid"
     """The loss of a pair."""
 
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """The probability that a pair is the wrong way round."""
+    label_smoothing: WrongWayRound = 0.0
 
     sft: SftTerm = Field(default_factory=lambda: SftTerm(weight=1.0))
     """The term of cross-entropy."""
@@ -142,17 +139,13 @@ class OrpoObjective(_PairObjective):
     """The term of cross-entropy."""
 
 
-class KtoObjective(Section):
-    rows: ClassVar[str | None] = "binary"
-    compares: ClassVar[bool] = True
-    scores: ClassVar[bool] = False
-    learns: ClassVar[bool] = False
+class KtoObjective(_Objective):
+    rows, compares = "binary", True
 
     type: Literal["kto"]
     """KTO: single answers that are desirable or not, measured from a reference."""
 
-    beta: float = Field(default=0.1, gt=0)
-    """How closely the model is held to the reference."""
+    beta: Closeness = 0.1
 
     desirable_weight: float | Literal["auto"] = 1.0
     """The weight of desirable answers. `auto`: that which makes both kinds weigh the same, by a count of the first epoch."""
@@ -170,7 +163,7 @@ class KtoObjective(Section):
 
 
 class RewardObjective(_PairObjective):
-    scores: ClassVar[bool] = True
+    scores = True
 
     type: Literal["reward"]
     """A reward model, by Bradley and Terry: the score of the chosen answer is to be above that of the rejected one."""
@@ -179,11 +172,8 @@ class RewardObjective(_PairObjective):
     """Add this times the mean square of the sum of a pair's scores, which draws scores to 0; usually 0.01."""
 
 
-class _ScoreObjective(Section):
-    rows: ClassVar[str | None] = "score"
-    compares: ClassVar[bool] = False
-    scores: ClassVar[bool] = True
-    learns: ClassVar[bool] = False
+class _ScoreObjective(_Objective):
+    rows, scores = "score", True
 
 
 class ClassificationObjective(_ScoreObjective):
@@ -199,11 +189,8 @@ class RegressionObjective(_ScoreObjective):
     """The square of the difference between a document's score and what its row says."""
 
 
-class DistillObjective(Section):
-    rows: ClassVar[str | None] = None
-    compares: ClassVar[bool] = False
-    scores: ClassVar[bool] = False
-    learns: ClassVar[bool] = True
+class DistillObjective(_Objective):
+    learns = True
 
     type: Literal["distill"]
     """Learn the predictions of `teacher`."""

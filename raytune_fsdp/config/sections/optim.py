@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from raytune_fsdp.config.rules import Section, check_expression
 from raytune_fsdp.config.sections.optimizers import UNUSED, AdamWOptimizer, OptimizerChoice
 
+Floor = Annotated[float, Field(ge=0, le=1, description="Final learning rate, as a fraction of `optim.lr`.")]
+
 
 class ConstantSchedule(Section):
     type: Literal["constant"]
@@ -19,16 +21,14 @@ class LinearSchedule(Section):
     type: Literal["linear"]
     """The learning rate falls linearly."""
 
-    floor: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate, as a fraction of `optim.lr`."""
+    floor: Floor = 0.0
 
 
 class CosineSchedule(Section):
     type: Literal["cosine"] = "cosine"
     """The learning rate falls along half a cosine."""
 
-    floor: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate, as a fraction of `optim.lr`."""
+    floor: Floor = 0.0
 
 
 class WsdSchedule(Section):
@@ -38,8 +38,7 @@ class WsdSchedule(Section):
     decay: float = Field(default=0.1, gt=0, le=1)
     """Fraction of the steps that the final decay takes."""
 
-    floor: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate, as a fraction of `optim.lr`."""
+    floor: Floor = 0.0
 
 
 class PolynomialSchedule(Section):
@@ -49,8 +48,7 @@ class PolynomialSchedule(Section):
     power: float = Field(default=2.0, gt=0)
     """The power; 1 is linear."""
 
-    floor: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate, as a fraction of `optim.lr`."""
+    floor: Floor = 0.0
 
 
 class InverseSqrtSchedule(Section):
@@ -71,8 +69,7 @@ class OneCycleSchedule(Section):
     start: float = Field(default=0.04, ge=0, le=1)
     """First learning rate, as a fraction of `optim.lr`."""
 
-    floor: float = Field(default=4e-6, ge=0, le=1)
-    """Final learning rate, as a fraction of `optim.lr`."""
+    floor: Floor = 4e-6
 
 
 Schedule = Annotated[

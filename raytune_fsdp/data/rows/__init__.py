@@ -9,8 +9,8 @@ scores/            rows for a head that scores: texts with a class or a score, a
 row_keys.py        keys that tell which rows are equal
 conversation.py    reads a row's conversation, whatever names the file uses
 numbers.py         reads the numbers of a row that a loss is told, and rows that are tokens already
-user_functions.py  a function of the user's turns rows into other rows
-own_code.py        code of the user's that a config names: found, told apart by its source; losses and networks, too
+own_code.py        code of the user's that a config names, found, and told apart by its source: functions that turn rows
+                   into other rows, losses, networks
 elsewhere.py       calls such a function in a process of its own, and lists the modules that it needs
 templates.py       chat templates: which one applies, and the text it renders
 sandbox.py         the process in which templates run, with limits, one for each process that reads rows

@@ -14,7 +14,7 @@ from raytune_fsdp.data.rows.templates import REASONING_KEYS
 from raytune_fsdp.data.rows.thoughts import without_thought
 from raytune_fsdp.data.sources.source import shorten
 
-_SYSTEM = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _USUAL_ROLES = {
@@ -74,7 +74,7 @@ def read_conversation(
     keep = format.reasoning == "keep"
     if system is None:
         return Conversation(messages, train, tools, where, column, keep=keep)
-    if messages[0]["role"] in _SYSTEM:  # that one is empty
+    if messages[0]["role"] in SYSTEM_ROLES:  # that one is empty
         messages, train = messages[1:], train[1:]
     return Conversation([system, *messages], [True, *train], tools, where, column, first=1, keep=keep)
 
@@ -138,7 +138,7 @@ def _system_beside(
     if not isinstance(given, str):
         raise RowError(f"{place}={shorten(given)} is not text; correct the row, {way_out}", "wrong_type")
     check_unicode(given, place)
-    own = messages[0]["content"].strip() if messages[0]["role"] in _SYSTEM else ""
+    own = messages[0]["content"].strip() if messages[0]["role"] in SYSTEM_ROLES else ""
     if own and own != given.strip():
         raise RowError(
             f"{place}={shorten(given)} is another system message than that of {format.prompt or format.messages}[0]; "
@@ -211,12 +211,16 @@ def _may_be_messages(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, str) and value.lstrip()[:1] == "[")
 
 
-def read_column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
-    """Return the value of a column that every row needs. `field`: the field of the format that names the column."""
+def read_column(row: dict[str, Any], name: str, field: str, where: str, *, guess: bool = True) -> Any:
+    """Return the value of a column that every row needs. `field`: the field of the format that names the column.
+
+    `guess`: whether another format may be meant where it is missing.
+    """
     if name not in row:
+        other = _other_format(row, name, field) if guess else None
         raise RowError(
             f"{where}: has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; "
-            + (_other_format(row, name, field) or f"name the right one in the dataset's format.{field}"),
+            + (other or f"name the right one in the dataset's format.{field}"),
             MISSING_COLUMN,
         )
     if row[name] is None:

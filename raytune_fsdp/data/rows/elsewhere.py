@@ -43,7 +43,9 @@ def modules_of_users(names: set[str]) -> dict[str, str | None]:
 
     Modules of the standard library, of installed packages and of this package are left out.
     """
-    places = [os.path.realpath(each) for each in _installed_places()]
+    paths = sysconfig.get_paths()
+    known = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places = [os.path.realpath(each) for each in (*known, *site.getsitepackages(), site.getusersitepackages())]
     found: dict[str, str | None] = {}
     for name in sorted(names):
         top = name.partition(".")[0]
@@ -56,12 +58,6 @@ def modules_of_users(names: set[str]) -> dict[str, str | None]:
         elif not _is_installed(file, places):
             found[name] = file
     return found
-
-
-def _installed_places() -> list[str]:
-    paths = sysconfig.get_paths()
-    known = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return [*known, *site.getsitepackages(), site.getusersitepackages()]
 
 
 def _is_installed(file: str | None, places: list[str]) -> bool:

@@ -24,9 +24,7 @@ from raytune_fsdp.data.rows.template_program import Span
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from raytune_fsdp.base.batch import Int32Array
-
-    BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+    from raytune_fsdp.base.batch import BoolArray, Int32Array
 
 # The most characters encoded at once. An Encoding takes 25 to 55 bytes a character, so this is about 100 MB.
 _CHARACTERS_AT_ONCE = 1 << 21

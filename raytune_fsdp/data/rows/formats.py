@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -36,13 +36,13 @@ from raytune_fsdp.data.rows.habits import Habits
 from raytune_fsdp.data.rows.instructions import read_instruction, read_template
 from raytune_fsdp.data.rows.learn import learn, needs_newer
 from raytune_fsdp.data.rows.numbers import read_number, read_tokens
+from raytune_fsdp.data.rows.own_code import RowFunction
 from raytune_fsdp.data.rows.pairs import Answers, Side, Texts, joined, mismatched, read_group
 from raytune_fsdp.data.rows.scores.scored import compared, read_scored, read_told, with_padding
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.rows.template_program import Span
 from raytune_fsdp.data.rows.templates import ChatTemplate, TemplateChoice, chat_template
 from raytune_fsdp.data.rows.turns import Loss, Rendering, render_ahead, trained_spans
-from raytune_fsdp.data.rows.user_functions import RowFunction
 from raytune_fsdp.data.sources.source import shorten
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from raytune_fsdp.base.batch import Int32Array
 
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,8 @@ class Formatter:
         self._vocab_size = vocab_size
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._in_text = SpecialTokens(self._special, special_tokens)
-        self._templates: list[ChatTemplate] = []
+        self.templates: tuple[ChatTemplate, ...] = ()
+        """Those of conversations without tools and with them; none if the format needs none."""
         self._habits: dict[tuple[bool, bool], Habits] = {}
         if isinstance(format, TokensFormat):
             return
@@ -171,10 +173,10 @@ class Formatter:
         if becomes_chat(format):
             # Two, because a tokenizer may have another template for conversations with tools (Hermes, Command R).
             choice = template if isinstance(template, TemplateChoice) else TemplateChoice(text=template)
-            self._templates = [chat_template(tokenizer, choice, tools=tools) for tools in (False, True)]
+            self.templates = tuple(chat_template(tokenizer, choice, tools=tools) for tools in (False, True))
             # Without tags newer rules find an end, or refuse each row.
-            is_seen = scoring is None and (order < FIFTH_ORDER or self._templates[0].tags)
-            if getattr(format, "loss", None) != "all" and is_seen and not self._templates[0].trains_an_end():
+            is_seen = scoring is None and (order < FIFTH_ORDER or self.templates[0].tags)
+            if getattr(format, "loss", None) != "all" and is_seen and not self.templates[0].trains_an_end():
                 logger.log(logging.DEBUG if copied else logging.WARNING, _NO_END)
             return
         if tokenizer.eos_token_id is None and not isinstance(format, ScoreFormat):
@@ -191,19 +193,19 @@ class Formatter:
     def __reduce__(self) -> Any:
         # Without the encoder, which each process makes once from the tokenizer (see encoding._backends).
         known: dict[str, Any] = (
-            {} if self.function is None else {"code": self.function.code, "modules": self.function.modules}
+            {} if self.function is None else {"code": self.function.own.code, "modules": self.function.own.modules}
         )
         return partial(Formatter, **self._given, **known, copied=True), ()
 
     @property
     def order_version(self) -> int:
         """The lowest version of the order that gives these documents, by its rules for turns."""
-        if self._order < FIFTH_ORDER or not self._templates:
+        if self._order < FIFTH_ORDER or not self.templates:
             return OLDEST_ORDER
         if self._scoring is not None:
             return FIFTH_ORDER  # as old as heads that score
         everything = getattr(self.format, "loss", None) == "all"
-        kinds = zip((False, True), self._templates, strict=True)
+        kinds = zip((False, True), self.templates, strict=True)
         newer = any(needs_newer(each, self._special, tools=tools, everything=everything) for tools, each in kinds)
         return FIFTH_ORDER if newer else OLDEST_ORDER
 
@@ -218,24 +220,19 @@ class Formatter:
         self._habits.clear()
 
     @property
-    def templates(self) -> tuple[ChatTemplate, ...]:
-        """The templates of conversations without tools and with them; none if the format needs none."""
-        return tuple(self._templates)
-
-    @property
     def finds_turns(self) -> bool:
         """Whether turns are found by where the template puts messages."""
         if self._scoring is not None:
             return False
         grouped = isinstance(self.format, PreferenceFormat | BinaryFormat) and self.format.style == "chat"
         found = grouped or isinstance(self.format, ChatFormat)
-        return found and not all(each.tags for each in self._templates)
+        return found and not all(each.tags for each in self.templates)
 
     @property
     def has_learned(self) -> bool:
         """Whether the templates could be learned from our own conversations."""
         newer = self._order >= FIFTH_ORDER
-        kinds = enumerate(self._templates)
+        kinds = enumerate(self.templates)
         return not any(learn(each, self._special, newer=newer, tools=bool(tools)).is_by_turn for tools, each in kinds)
 
     def renders_alike(self, row: dict[str, Any], where: str, messages: int) -> bool:
@@ -246,7 +243,7 @@ class Formatter:
         except RowError:
             return True
         first = replace(whole, messages=whole.messages[:messages], train=whole.train[:messages])
-        template, options = self._templates[first.tools is not None], self._turns(first)
+        template, options = self.templates[first.tools is not None], self._turns(first)
         found: list[Any] = []
         for habits in (options["habits"], options["habits"].by_turn()):
             try:
@@ -266,7 +263,7 @@ class Formatter:
         """Return what is needed to find the turns of a conversation."""
         tools, newer = conversation.tools is not None, self._order >= FIFTH_ORDER
         if (tools, newer) not in self._habits:
-            habits = learn(self._templates[tools], self._special, newer=newer, tools=tools)
+            habits = learn(self.templates[tools], self._special, newer=newer, tools=tools)
             self._habits[tools, newer] = habits.by_turn() if self._given["by_turn"] else habits
         return {"special": self._special, "newer": newer, "habits": self._habits[tools, newer]}
 
@@ -279,9 +276,9 @@ class Formatter:
         """
         rows = rows if made else [self._made(row, where) for row, where in zip(rows, wheres, strict=True)]
         if isinstance(self.format, PreferenceFormat | BinaryFormat):
-            groups = [self._answers_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+            groups = [or_error(self._answers, row, where) for row, where in zip(rows, wheres, strict=True)]
             return self._in_groups(groups, wheres)
-        begun = [self._read_or_error(row, where) for row, where in zip(rows, wheres, strict=True)]
+        begun = [or_error(self._begin, row, where) for row, where in zip(rows, wheres, strict=True)]
         documents = self._tokenized(begun, wheres)
         if not self._columns and not isinstance(self.format, ScoreFormat):
             return documents
@@ -296,14 +293,14 @@ class Formatter:
     ) -> list[Document | RowError]:
         """Return each row's prompt with the answer of the other row, as KTO needs it; of formats of judged answers."""
         groups: list[list[Answers | RowError]] = [
-            [self._answers_or_error(self._made(row, where), where) for row, where in zip(some, wheres, strict=True)]
+            [or_error(self._answers, self._made(row, where), where) for row, where in zip(some, wheres, strict=True)]
             for some in (rows, others)
         ]
         begun: list[RowText | Document | _Begun | RowError] = []
         for one, other in zip(*groups, strict=True):
             error = one if isinstance(one, RowError) else other
             if isinstance(one, Answers) and isinstance(other, Answers):
-                begun.append(self._side_or_error(one.with_answer_of(other), wheres[len(begun)]))
+                begun.append(or_error(self._side, one.with_answer_of(other), wheres[len(begun)]))
             else:
                 assert isinstance(error, RowError), error
                 begun.append(error)
@@ -321,7 +318,7 @@ class Formatter:
             if isinstance(group, RowError):
                 continue
             own = [f"{where}: {column}" for column in group.columns]
-            begun += [self._side_or_error(side, place) for side, place in zip(group.sides, own, strict=True)]
+            begun += [or_error(self._side, side, place) for side, place in zip(group.sides, own, strict=True)]
             places += own
         made = iter(self._tokenized(begun, places))
         found: list[Document | RowError] = []
@@ -343,7 +340,7 @@ class Formatter:
     ) -> list[Document | RowError]:
         """Render and encode what has been read; return documents, or what is wrong."""
         render_ahead([each.rendering for each in begun if isinstance(each, _Begun)])
-        read = [self._finish_or_error(each) if isinstance(each, _Begun) else each for each in begun]
+        read = [or_error(self._finish, each) if isinstance(each, _Begun) else each for each in begun]
         # All texts in one call: the tokenizer spreads a batch over its threads.
         texts = [item for item in read if isinstance(item, RowText)]
         encoded: Iterator[Tokens] = iter(())
@@ -382,21 +379,14 @@ class Formatter:
 
     def _made(self, row: dict[str, Any] | RowError, where: str) -> dict[str, Any] | RowError:
         """Return what the user's function makes of a row, if the format has one."""
-        if self.function is None or isinstance(row, RowError):
-            return row
-        try:
-            return self.function(row, where)
-        except RowError as error:
-            return error
+        return row if self.function is None else or_error(self.function, row, where)
 
     def _told(self, document: Document | RowError, row: dict[str, Any] | RowError, where: str) -> Document | RowError:
         """Return the document with the columns of its row that a loss is told."""
-        if isinstance(document, RowError) or isinstance(row, RowError):
+        if isinstance(document, RowError):
             return document
-        try:
-            return replace(document, columns=self._told_of(row, where))
-        except RowError as error:
-            return error
+        columns = or_error(self._told_of, row, where)
+        return columns if isinstance(columns, RowError) else replace(document, columns=columns)
 
     def _told_of(self, row: dict[str, Any], where: str) -> tuple[float, ...]:
         if isinstance(self.format, ScoreFormat):
@@ -404,46 +394,17 @@ class Formatter:
             return read_told(row, self.format, self._scoring, where)
         return tuple(read_number(row, name, where) for name in self._columns)
 
-    def _read_or_error(self, row: dict[str, Any] | RowError, where: str) -> RowText | Document | _Begun | RowError:
-        if isinstance(row, RowError):
-            return row
-        try:
-            return self._begin(row, where)
-        except RowError as error:
-            return error
-
     def _answers(self, row: dict[str, Any], where: str) -> Answers:
         assert isinstance(self.format, PreferenceFormat | BinaryFormat)
         return read_group(row, self.format, where, columnar=self._columnar, order=self._order)
 
-    def _answers_or_error(self, row: dict[str, Any] | RowError, where: str) -> Answers | RowError:
-        if isinstance(row, RowError):
-            return row
-        try:
-            return self._answers(row, where)
-        except RowError as error:
-            return error
-
-    def _side_or_error(self, side: Side, where: str) -> RowText | _Begun | RowError:
-        try:
-            whole = self._scoring is not None
-            if not isinstance(side, Texts):
-                return self._render(side, None if whole else "assistant")
-            prompt, answer = (self._in_text.guard(text, where) for text in (side.prompt, side.answer))
-            spans = None if whole else [(len(prompt), len(prompt) + len(answer))]
-            return self._text(prompt + answer, spans, plain=True)
-        except RowError as error:
-            return error
-
-    def _finish_or_error(self, begun: _Begun) -> RowText | RowError:
-        try:
-            return self._finish(begun)
-        except RowError as error:
-            return error
-
-    def _read(self, row: dict[str, Any], where: str) -> RowText | Document:
-        begun = self._begin(row, where)
-        return self._finish(begun) if isinstance(begun, _Begun) else begun
+    def _side(self, side: Side, where: str) -> RowText | _Begun:
+        whole = self._scoring is not None
+        if not isinstance(side, Texts):
+            return self._render(side, None if whole else "assistant")
+        prompt, answer = (self._in_text.guard(text, where) for text in (side.prompt, side.answer))
+        spans = None if whole else [(len(prompt), len(prompt) + len(answer))]
+        return self._text(prompt + answer, spans, plain=True)
 
     def _begin(self, row: dict[str, Any], where: str) -> RowText | Document | _Begun:
         format = self.format
@@ -481,7 +442,7 @@ class Formatter:
             messages=self._in_text.guard(conversation.messages, conversation.where),
             tools=self._in_text.guard(conversation.tools, conversation.where),
         )
-        template = self._templates[conversation.tools is not None]
+        template = self.templates[conversation.tools is not None]
         return _Begun(Rendering(template, guarded, **self._turns(conversation)), conversation, guarded, loss)
 
     def _finish(self, begun: _Begun) -> RowText:
@@ -546,6 +507,16 @@ class Formatter:
                 "no_targets",
             )
         return None
+
+
+def or_error(read: Callable[..., T], row: object, *where: str) -> T | RowError:
+    """Return what is read of a row, or what is wrong with the row."""
+    if isinstance(row, RowError):
+        return row
+    try:
+        return read(row, *where)
+    except RowError as error:
+        return error
 
 
 def _content(document: Document | RowError) -> Any:

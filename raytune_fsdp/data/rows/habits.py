@@ -14,43 +14,40 @@ they differ, all of its rows are rendered turn by turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Key = tuple[Any, ...]
 """What a turn looks like."""
 
 
+@dataclass(slots=True, eq=False)
 class Habits:
-    """What is known of turns, by what they look like. `by_turn`: nothing is, each turn is rendered."""
+    """What is known of turns, by what they look like."""
 
-    def __init__(self, known: Mapping[Key, Any] | None = None, *, by_turn: bool = False) -> None:
-        self._known = known or {}
-        self.is_by_turn = by_turn
-        self._seen: dict[Key, list[Any]] = {}
-        self.names_calls_by_id = False
-        """Whether the template writes the ids of calls instead of their names, as Kimi's does."""
-        self.open_ended = False
-        """Whether nothing ends a turn but what follows it."""
-        self.wants_text = False
-        """Whether the template prints the arguments of calls as they are, so that they must be JSON text."""
+    _known: Mapping[Key, Any] = field(default_factory=dict)
+    is_by_turn: bool = False
+    """Whether no turn is known: each is rendered."""
+    names_calls_by_id: bool = False
+    """Whether the template writes the ids of calls instead of their names, as Kimi's does."""
+    open_ended: bool = False
+    """Whether nothing ends a turn but what follows it."""
+    wants_text: bool = False
+    """Whether the template prints the arguments of calls as they are, so that they must be JSON text."""
+    _seen: dict[Key, list[Any]] = field(default_factory=dict, init=False)
 
     def of_row(self, *, alike: bool) -> Habits:
         """Return what is known when a row begins. `alike`: it has no text that the template looks for."""
-        return self._like(Habits(self._known if alike else None, by_turn=self.is_by_turn))
+        return replace(self, _known=self._known if alike else {})
 
     def by_turn(self) -> Habits:
         """Return the same template's, of which no turn is known."""
-        return self._like(Habits(by_turn=True))
+        return replace(self, _known={}, is_by_turn=True)
 
     def learned(self) -> Habits:
         """Return what was found, where it was always the same, as known."""
         same = {key: seen[0] for key, seen in self._seen.items() if all(each == seen[0] for each in seen)}
-        return self._like(Habits(same))
-
-    def _like(self, made: Habits) -> Habits:
-        made.names_calls_by_id, made.open_ended = self.names_calls_by_id, self.open_ended
-        made.wants_text = self.wants_text
-        return made
+        return replace(self, _known=same, is_by_turn=False)
 
     def known(self, key: Key) -> Any:
         """Return what is known of this, or None."""

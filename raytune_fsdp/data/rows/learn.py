@@ -22,7 +22,7 @@ def learn(template: ChatTemplate, special: tuple[str, ...], *, newer: bool, tool
     A template that fails with one may be right for all rows: then nothing is learned, and each turn is rendered. Raises
     TooSlow, because how fast a machine is may not decide that.
     """
-    habits = Habits(by_turn=True)
+    habits = Habits(is_by_turn=True)
     try:
         habits.wants_text = newer and _wants_text(template, tools=tools)
         for conversation in _samples(tools=tools) if not template.tags else []:
@@ -130,12 +130,9 @@ def _samples(*, tools: bool) -> list[Conversation]:
         said,
         call[:2],
     ]
-    schema = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _NO_PARAMETERS}}
-    given = [schema] if tools else None
+    look = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
+    given = [{"type": "function", "function": look}] if tools else None
     return [Conversation(each, [True] * len(each), given, "a sample", "messages") for each in found]
-
-
-_NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import numpy as np
 
 from raytune_fsdp.base.batch import IGNORE, Role
 from raytune_fsdp.base.errors import RowError
-from raytune_fsdp.config.sections.formats import BinaryFormat, ChatFormat, PreferenceFormat
+from raytune_fsdp.config.sections.formats import BinaryFormat, ChatFormat, PreferenceFormat, ScoreFormat
 from raytune_fsdp.data.mixture import FIFTH_ORDER
-from raytune_fsdp.data.rows.conversation import Conversation, check_text, read_column, read_conversation
+from raytune_fsdp.data.rows.conversation import SYSTEM_ROLES, Conversation, check_text, read_column, read_conversation
 from raytune_fsdp.data.rows.numbers import read_number, read_weight
 from raytune_fsdp.data.sources.source import shorten
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 GroupFormat = PreferenceFormat | BinaryFormat
 
-_SYSTEM = ("system", "developer")
-_OPENING = (*_SYSTEM, "user")
+_OPENING = (*SYSTEM_ROLES, "user")
 """Roles of a first message that begins a conversation; an answer to a prompt begins with another one."""
 _ASSISTANT = "\n\nAssistant:"
 """What ends the prompt in the texts of Anthropic's HH-RLHF."""
@@ -188,7 +187,7 @@ def _shared_text(answers: Sequence[str], columns: Sequence[str], where: str) -> 
     if end <= 0:
         why = "have no first words in common" if len(columns) > 1 else "is all that it has"
         raise RowError(
-            f"{where}: has no prompt: {_and(columns)} {why}; "
+            f"{where}: has no prompt: {' and '.join(columns)} {why}; "
             "name the column of the prompt in the dataset's format.prompt, or correct or remove the row",
             "no_prompt",
         )
@@ -202,22 +201,18 @@ def _shared_text(answers: Sequence[str], columns: Sequence[str], where: str) -> 
     return prefix[:end]
 
 
-def _and(columns: Sequence[str]) -> str:
-    return " and ".join(columns)
-
-
 # Messages, which a chat template renders.
 
 
-def _format_of(column: str, format: GroupFormat, *, beside: bool) -> ChatFormat:
-    """Return how the messages of a column are read; `beside`: with tools and a system message of other columns."""
-    roles = tuple(format.roles.items())
-    tools, system = (format.tools, format.system) if beside else (None, None)
-    return chat_format(column, format.role, format.content, roles, tools, system)
+def format_of(
+    column: str, format: GroupFormat | ScoreFormat, tools: str | None = None, system: str | None = None
+) -> ChatFormat:
+    """Return how the messages of a column are read; `tools`, `system`: other columns that are read with them."""
+    return _chat_format(column, format.role, format.content, tuple(format.roles.items()), tools, system)
 
 
 @lru_cache(maxsize=64)
-def chat_format(
+def _chat_format(
     column: str,
     role: str | None,
     content: str | None,
@@ -297,8 +292,7 @@ class _Messages:
                 f"{place}={shorten(given)} is neither a text nor a list of messages; correct or remove the row",
                 "wrong_type",
             )
-        format = _format_of(column, self._format, beside=False)
-        found = read_conversation({column: given}, format, self._where, **self._options)
+        found = read_conversation({column: given}, format_of(column, self._format), self._where, **self._options)
         return _Read(column, given, found.messages, found.train)
 
     def _message(self, role: str, content: str) -> dict[str, str]:
@@ -362,7 +356,7 @@ class _Messages:
         if not read.is_whole:
             return read, 0
         own = read.messages
-        first = int(own[0]["role"] in _SYSTEM and asked.messages[0]["role"] not in _SYSTEM)
+        first = int(own[0]["role"] in SYSTEM_ROLES and asked.messages[0]["role"] not in SYSTEM_ROLES)
         end = first + len(asked.messages)
         if own[first:end] != asked.messages:
             wanted, begins = (
@@ -380,7 +374,7 @@ class _Messages:
 
     def _sides(self, column: str, prompt: list[Any], skipped: Sequence[int]) -> tuple[Side, ...]:
         row = {**self._row, column: prompt}
-        format = _format_of(column, self._format, beside=True)
+        format = format_of(column, self._format, self._format.tools, self._format.system)
         asked = read_conversation(row, format, self._where, **self._options)
         counts = getattr(self._format, "loss", "completion") == "assistant"
         train = asked.train if counts else [False] * len(asked.train)
@@ -401,7 +395,7 @@ class _Messages:
 
     def _error(self, what: str, reason: str, *, columns: Sequence[str] | None = None) -> RowError:
         named = [each.column for each in self._answers] if columns is None else columns
-        return RowError(f"{self._where}: {_and(named)}{' ' if named else ''}{what}", reason)
+        return RowError(f"{self._where}: {' and '.join(named)}{' ' if named else ''}{what}", reason)
 
 
 # The documents of the sides become a group.

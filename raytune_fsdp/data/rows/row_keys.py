@@ -28,8 +28,8 @@ from raytune_fsdp.base.batch import Role
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import BinaryFormat, Format, PreferenceFormat, ScoreFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER
-from raytune_fsdp.data.rows.conversation import Conversation
-from raytune_fsdp.data.rows.formats import Document, Formatter, RowText
+from raytune_fsdp.data.rows.conversation import SYSTEM_ROLES, Conversation
+from raytune_fsdp.data.rows.formats import Document, Formatter, RowText, or_error
 from raytune_fsdp.data.rows.pairs import Answers, Side, Texts
 from raytune_fsdp.data.rows.turns import Loss
 
@@ -97,10 +97,10 @@ class RowKeys(Formatter):
     def keys(self, rows: Sequence[dict[str, Any] | RowError]) -> list[Keys]:
         """Return the keys of each row; zeros for a row that becomes no document."""
         if isinstance(self.format, PreferenceFormat | BinaryFormat):
-            return [self._key_of_answers(self._answers_or_error(self._made(row, ""), "")) for row in rows]
+            return [self._key_of_answers(or_error(self._answers, self._made(row, ""), "")) for row in rows]
         if isinstance(self.format, ScoreFormat):
             return [self._key_of_scored(self._made(row, "")) for row in rows]
-        return [self._key(self._read_or_error(self._made(row, ""), "")) for row in rows]
+        return [self._key(or_error(self._begin, self._made(row, ""), "")) for row in rows]
 
     def _key_of_answers(self, answers: Answers | RowError) -> Keys:
         if isinstance(answers, RowError):
@@ -108,7 +108,7 @@ class RowKeys(Formatter):
         if self._prompts:
             exact = _key_of_prompt(answers.sides[0])
             return xxhash.xxh3_64_intdigest(exact) or 1, exact
-        keys = [self._key(self._side_or_error(side, "")) for side in answers.sides]
+        keys = [self._key(or_error(self._side, side, "")) for side in answers.sides]
         if _NO_KEY in keys:
             return _NO_KEY
         loose = b"".join(key.to_bytes(8, "little") for key, _ in keys)
@@ -116,15 +116,13 @@ class RowKeys(Formatter):
         return xxhash.xxh3_64_intdigest(loose) or 1, xxhash.xxh3_128_digest(exact)
 
     def _key_of_scored(self, row: dict[str, Any] | RowError) -> Keys:
-        if isinstance(row, RowError):
+        told = or_error(self._told_of, row, "")
+        if isinstance(told, RowError):
             return _NO_KEY
-        try:
-            value = struct.pack("<d", self._told_of(row, "")[2])
-        except RowError:
-            return _NO_KEY
-        loose, exact = self._key(self._read_or_error(row, ""))
+        loose, exact = self._key(or_error(self._begin, row, ""))
         if not loose:
             return _NO_KEY
+        value = struct.pack("<d", told[2])
         if self._prompts:
             return xxhash.xxh3_64_intdigest(exact) or 1, exact
         return xxhash.xxh3_64_intdigest(loose.to_bytes(8, "little") + value) or 1, xxhash.xxh3_128_digest(exact + value)
@@ -179,7 +177,7 @@ def _key_of_prompt(side: Side) -> bytes:
     if isinstance(side, Texts):
         return xxhash.xxh3_128_digest(side.prompt.strip().encode("utf-8", "surrogatepass"), 1)
     asked = [{**each, "content": each["content"].strip()} for each in side.messages[: side.answer]]
-    empty = [{"role": role, "content": ""} for role in ("system", "developer")]
+    empty = [{"role": role, "content": ""} for role in SYSTEM_ROLES]
     said = json.dumps([[each for each in asked if each not in empty], side.tools], default=str)
     return xxhash.xxh3_128_digest(said.encode("utf-8", "surrogatepass"), 2)
 

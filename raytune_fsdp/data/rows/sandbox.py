@@ -57,17 +57,13 @@ class Sandbox:
         self._parents = (self._process, getattr(self, "_parents", None))
         self._lock, self._process = Lock(), None
 
-    def ask(self, source: str, variables: Mapping[str, Any] | None = None, *, date: str = "") -> tuple[str, Any]:
-        """Return how a rendering has ended, and with what; without variables, what there is to know of the template.
-
-        `date`: what the template gets as today's date. Raises LimitError.
-        """
-        return self.ask_all(source, None if variables is None else [variables], date=date)[0]
-
     def ask_all(
         self, source: str, variables: Sequence[Mapping[str, Any]] | None, *, date: str = ""
     ) -> list[tuple[str, Any]]:
-        """Return how each of several renderings has ended, which together have the limits of one."""
+        """Return how each of several renderings has ended, and with what; without variables, what there is to know.
+
+        Together they have the limits of one. `date`: what the template gets as today's date. Raises LimitError.
+        """
         request = pickle.dumps((source, variables, date))
         limits: dict[int | None, str] = {
             -signal.SIGPROF: f"it takes more than {SECONDS:g} s of processor time",

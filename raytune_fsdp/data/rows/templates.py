@@ -198,7 +198,7 @@ class ChatTemplate:
 
     def _ask(self, variables: Mapping[str, Any] | None) -> tuple[str, Any]:
         try:
-            return SANDBOX.ask(self._source, variables, date=self._date)
+            return SANDBOX.ask_all(self._source, None if variables is None else [variables], date=self._date)[0]
         except LimitError as error:
             kind = TooSlow if isinstance(error, TimeLimitError) else TooMuchWork
             raise kind(f"the chat template does too much work: {error}; {_WAY_OUT}") from None

@@ -123,7 +123,7 @@ class Rendering:
         """What is added to the text, so that its last turn has an end."""
         contents = [message["content"] for message in self.messages]
         self._found = [each for each in template.looked_for if any(each in content for content in contents)]
-        habits = habits or Habits(by_turn=True)
+        habits = habits or Habits(is_by_turn=True)
         self._habits = habits.of_row(alike=not self._found) if row else habits
         self._has_calls = any(map(calls_of, self.messages))
         if self._has_calls and habits.wants_text:

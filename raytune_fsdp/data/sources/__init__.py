@@ -5,8 +5,7 @@ In the order of the data:
 opening     opens a dataset; calls all the others
 places      the files behind a path, pattern, directory or URL, in a stable order
 splits      which files of a directory belong to the split that is read
-remote      files in object stores, and whatever else fsspec opens
-fetched     files in stores that name no version of them
+remote      files in object stores, and whatever else fsspec opens; the content of files, decompressed
 keys        which keys rows have, of the keys that only newer versions of the order read
 hub         datasets of the Hugging Face hub, written once as Arrow
 texts       rows of text files (JSON Lines, JSON, CSV, plain text), read by position

@@ -17,10 +17,8 @@ import pyarrow as pa
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
-from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
-    CHUNK_BYTES,
     DECODED,
     OPEN,
     ChunkHashes,
@@ -31,13 +29,16 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import keys_of_schema
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_one, touch
+from raytune_fsdp.data.sources.remote import write_content
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     Columns,
     File,
     Keys,
+    Part,
     Row,
+    by_part,
     compression_of,
     reading,
     shorten,
@@ -55,21 +56,16 @@ _FILE_MARK = b"ARROW1\0\0"
 _TAKE_ROWS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class ArrowRows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrowRows(Part):
     """The rows of one Arrow file."""
 
-    shown: str
-    fingerprint: str
-    count: int
     stored: Stored
     batches: str
     """File in the cache that lists where the record batches are."""
     columns: Columns
     groups: str | None = None
     """File in the cache with the sizes of stretches (`Source.blocks`), if they are not record batches."""
-    most: int | None = None
-    """The most bytes that a row may have."""
 
     def blocks(self) -> Iterable[int]:
         if self.groups is not None:
@@ -82,9 +78,6 @@ class ArrowRows:
     @property
     def keys(self) -> Keys:
         return keys_of_schema(self._schema())
-
-    def where(self, index: int) -> str:
-        return f"{self.shown}, row {index + 1}"
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         _, ends = self._table()
@@ -160,11 +153,8 @@ def open_arrow(file: File, *, cache: Path, columns: Columns, progress: Progress 
         rows = index_batches(mapped(path), directory, shown=file.shown)
         return {"content": content, "rows": rows, "copied": True}
 
-    identity = {"preparation": "arrow", **file.identity}
-    if not foreign:
-        identity["blocks"] = CHUNK_BYTES
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "arrow"}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=not foreign)
     if made.meta["copied"]:
         return prepared_rows(made, shown=file.shown, columns=columns)
     return ArrowRows(
@@ -245,20 +235,16 @@ def rows_of_groups(
     indices: Sequence[int], *, ends: Any, group: Any, where: Any, most: int | None = None
 ) -> list[Row | RowError]:
     """Return rows by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
-    numbers = np.asarray(indices, dtype=np.int64)
-    places = np.searchsorted(ends, numbers, side="right")
-    rows: list[Row | RowError] = [{}] * len(numbers)
-    for place in np.unique(places).tolist():
-        wanted = np.flatnonzero(places == place)
-        first = int(ends[place - 1]) if place else 0
-        table, local = group(place), numbers[wanted] - first
+
+    def read(place: int, first: int, local: Any) -> Iterator[Row | RowError]:
+        table = group(place)
         if most is not None and table.nbytes > most:
             for index in local.tolist():
                 if (size := table.slice(index, 1).nbytes) > most:
                     raise too_large(where(first + index), size, most)
-        for position, row in zip(wanted.tolist(), _take(table, local, first, where), strict=True):
-            rows[position] = row
-    return rows
+        return _take(table, local, first, where)
+
+    return by_part(indices, ends, read)
 
 
 def _take(table: Any, local: Any, first: int, where: Any) -> Iterator[Row | RowError]:

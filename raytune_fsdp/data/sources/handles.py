@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from array import array
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import xxhash
 
 from raytune_fsdp.base.bounded import Bounded
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading, unreadable
+from raytune_fsdp.data.sources.source import CACHE_GONE, File, reading
 
 _HASH_BYTES = 8 << 20
 
@@ -99,7 +100,6 @@ class OpenFile:
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
-        self._shown = stored.shown
         self._fd = -1
         way_out = CACHE_GONE if stored.blocks is None else f"all nodes must see it as {stored.path} (shared storage)"
         with reading(stored.path if stored.blocks is None else stored.shown, way_out):
@@ -130,21 +130,19 @@ class OpenFile:
         if not hashes.same(first, memoryview(raw)):
             hashes.forget()
             raise DataError(
-                f"{self._shown}: has other content than when it was opened; a dataset must not change during a run: "
-                "start again with the final file"
+                f"{self._stored.shown}: has other content than when it was opened; a dataset must not change during a "
+                "run: start again with the final file"
             )
         return raw[offset - start : offset - start + length]
 
     def _read(self, offset: int, length: int) -> bytes:
-        try:
+        with reading(self._stored.shown):
             raw = os.pread(self._fd, length, offset)
             while len(raw) < length and (more := os.pread(self._fd, length - len(raw), offset + len(raw))):
                 raw += more
-        except OSError as error:
-            raise unreadable(self._shown, error) from error
         if len(raw) < length:
             raise DataError(
-                f"{self._shown}: ends before byte {offset + length}; a dataset must not change during a run: "
+                f"{self._stored.shown}: ends before byte {offset + length}; a dataset must not change during a run: "
                 "start again with the final file"
             )
         return raw
@@ -152,7 +150,7 @@ class OpenFile:
     def _check_size(self, size: int) -> None:
         if size != self._stored.size:
             raise DataError(
-                f"{self._shown}: has {size} bytes, had {self._stored.size} when it was opened; "
+                f"{self._stored.shown}: has {size} bytes, had {self._stored.size} when it was opened; "
                 "a dataset must not change during a run: start again with the final file"
             )
 
@@ -161,10 +159,8 @@ class OpenFile:
             os.close(self._fd)
 
 
-class Reader:
+class Reader(io.RawIOBase):
     """A Python file object for pyarrow, of which every byte that is read is compared with what it was."""
-
-    closed = False
 
     def __init__(self, stored: Stored, most: int | None = None) -> None:
         """`most`: a single read of more bytes raises TooLarge."""
@@ -185,21 +181,11 @@ class Reader:
         self._offset = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._stored.size}[whence]
         return self._offset
 
-    def tell(self) -> int:
-        return self._offset
-
     def seekable(self) -> bool:
         return True
 
     def readable(self) -> bool:
         return True
-
-    def writable(self) -> bool:
-        return False
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TooLarge(MemoryError):

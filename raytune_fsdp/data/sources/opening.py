@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
@@ -23,11 +22,11 @@ from raytune_fsdp.config.sections.formats import (
 )
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, ORDER_VERSION
 from raytune_fsdp.data.sources.arrow import open_arrow
-from raytune_fsdp.data.sources.fetched import with_content
 from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.keys import lowest_order
 from raytune_fsdp.data.sources.parquet import open_parquet
 from raytune_fsdp.data.sources.places import find_files, one_kind
+from raytune_fsdp.data.sources.remote import with_content
 from raytune_fsdp.data.sources.selection import some_rows
 from raytune_fsdp.data.sources.source import Columns, File, Files, Part, Source, reading, shorten
 from raytune_fsdp.data.sources.texts import TextRows, open_small_texts, open_text, small_groups
@@ -78,8 +77,7 @@ def open_source(
         parts = _open_files(found.files, kind, columns, cache=cache, in_place=in_place, progress=progress, keys=keys)
     if format is not None:
         order_version = max(order_version, lowest_order(format, (part.keys for part in parts)))
-    limited: tuple[Any, ...] = parts
-    parts = tuple(replace(part, most=max_row_bytes) for part in limited)
+    parts = tuple(replace(part, most=max_row_bytes) for part in parts)
     source = Files(label, parts, columnar, order_version)
     if not len(source):
         raise DataError(f"{label}: has no rows; correct the dataset's path, hub name or split")

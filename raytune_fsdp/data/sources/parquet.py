@@ -30,10 +30,8 @@ from raytune_fsdp.data.sources.arrow import (
     write_batches,
     write_groups,
 )
-from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
-    CHUNK_BYTES,
     DECODED,
     OPEN,
     ChunkHashes,
@@ -42,40 +40,31 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import cached_keys, keys_of_schema
-from raytune_fsdp.data.sources.prepared import prepare_file, touch
-from raytune_fsdp.data.sources.remote import with_version
-from raytune_fsdp.data.sources.source import Columns, File, Keys, Row, compression_of, reading
+from raytune_fsdp.data.sources.prepared import prepare_one, touch
+from raytune_fsdp.data.sources.remote import with_version, write_content
+from raytune_fsdp.data.sources.source import Columns, File, Keys, Part, Row, compression_of, reading
 
 _BUFFER_BYTES = 1 << 20
 # How much of a file is in memory as decoded rows while it is written as Arrow.
 _BATCH_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ParquetRows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetRows(Part):
     """The rows of one Parquet file, read in place by row group."""
 
-    shown: str
-    fingerprint: str
-    count: int
     file: File
     stored: Stored | None
     """The file, if it is local."""
     groups: str
     columns: Columns
-    most: int | None = None
-    """The most bytes that a row may have."""
     keys: Keys = Keys()
-    """The keys that its rows may have, if they were asked for."""
 
     def blocks(self) -> Iterable[int]:
         return read_groups(self.groups)
 
     def touch(self) -> None:
         touch(self.groups)
-
-    def where(self, index: int) -> str:
-        return f"{self.shown}, row {index + 1}"
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         ends = OPEN.get(("groups", self.groups), lambda: np.cumsum(read_groups(self.groups), dtype=np.int64))
@@ -151,9 +140,8 @@ def open_parquet(
         write_groups(directory / "groups", groups)
         return {"content": content, "rows": index_batches(mapped(rows), directory, shown=file.shown)}
 
-    identity = {"preparation": "parquet as arrow", **file.identity}
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "parquet as arrow"}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=False)
     return prepared_rows(made, shown=file.shown, columns=columns)
 
 
@@ -172,11 +160,8 @@ def _open_in_place(
         write_groups(directory / "groups", groups)
         return {"content": content, "rows": sum(groups)}
 
-    identity = {"preparation": "parquet in place", **file.identity}
-    if not file.remote:
-        identity["blocks"] = CHUNK_BYTES
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "parquet in place"}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=not file.remote)
     stored = None if file.remote else made.in_place(file)
 
     def search() -> list[Keys]:

@@ -8,18 +8,13 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-
-from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.base.untrusted import read_file
 from raytune_fsdp.base.urls import is_url, without_secrets
 from raytune_fsdp.config.sections.data import SourceConfig
@@ -27,7 +22,6 @@ from raytune_fsdp.data.mixture import OLDEST_ORDER, ORDER_VERSION, THIRD_ORDER
 from raytune_fsdp.data.sources.remote import SIDE_FILE_BYTES, remote_files
 from raytune_fsdp.data.sources.source import (
     File,
-    compression_of,
     expand_stars,
     has_wildcard,
     is_hidden,
@@ -38,8 +32,6 @@ from raytune_fsdp.data.sources.source import (
 )
 from raytune_fsdp.data.sources.splits import SplitFiles
 
-# Also the size of a request to a store.
-_CHUNK_BYTES = 8 << 20
 _LOOKED_AT = 1000
 """Files of a directory that are compared with a name that is not there."""
 
@@ -98,32 +90,6 @@ def one_kind(files: list[File], dataset: SourceConfig) -> str:
             "and name its files with a pattern"
         )
     return next(iter(kinds))
-
-
-def copy(file: File, path: Path, *, progress: Progress | None) -> None:
-    """Write the decompressed content of a file to `path`, chunk by chunk."""
-    with open(path, "wb") as target:
-        for chunk in _chunks(file, progress):
-            target.write(chunk)
-
-
-def _chunks(file: File, progress: Progress | None) -> Iterator[bytes]:
-    # A generator, so that `reading` covers errors of the file, but not those of writing the copy between two chunks.
-    codec = compression_of(file.url)
-    with reading(file.shown), _stream(file) as raw:
-        stream = pa.CompressedInputStream(raw, codec) if codec else raw
-        while chunk := stream.read(_CHUNK_BYTES):
-            yield chunk
-            if progress is not None:
-                progress(file.shown, raw.tell(), file.size)
-
-
-def _stream(file: File) -> Any:
-    if not file.remote:
-        return pa.OSFile(file.url, "rb")
-    system, path = file_system(file.url)
-    # Not open_input_stream: a stream cannot tell its position, which progress needs.
-    return system.open_input_file(path)
 
 
 def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], order: int) -> Found:

@@ -26,7 +26,16 @@ import xxhash
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.durable import sync_directory, write_durably
 from raytune_fsdp.base.errors import DataError
-from raytune_fsdp.data.sources.handles import BLOCKS, DECODED, OPEN, TABLES, ChunkHashes, Stored, hash_once
+from raytune_fsdp.data.sources.handles import (
+    BLOCKS,
+    CHUNK_BYTES,
+    DECODED,
+    OPEN,
+    TABLES,
+    ChunkHashes,
+    Stored,
+    hash_once,
+)
 from raytune_fsdp.data.sources.source import File, unreadable
 
 # Part of every key. Raise it when the format of any prepared file changes.
@@ -107,6 +116,25 @@ def prepare_file(
             shutil.rmtree(temporary, ignore_errors=True)
         found = _find(final, report)
     return found
+
+
+def prepare_one(
+    file: File,
+    how: Mapping[str, object],
+    make: Callable[[Path], Mapping[str, Any]],
+    *,
+    cache: Path,
+    every: int,
+    progress: Progress | None,
+    in_place: bool,
+) -> PreparedRows:
+    """Return what `prepare_file` does for one file. `how`: how it is prepared. `every`: see `PreparedRows.holds`.
+
+    `in_place`: its rows are read from itself.
+    """
+    identity = {**how, **file.identity, **({"blocks": CHUNK_BYTES} if in_place else {})}
+    holds = None if file.remote else lambda made: made.holds(file, every)
+    return prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
 
 
 def key_of(identity: Mapping[str, object]) -> str:

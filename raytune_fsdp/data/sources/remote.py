@@ -1,19 +1,27 @@
-"""Files in object stores, and in whatever else fsspec opens."""
+"""Files in object stores, and in whatever else fsspec opens; and the content of any file, decompressed."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
 
+from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.base.file_systems import file_system
 from raytune_fsdp.base.untrusted import check_size
 from raytune_fsdp.base.urls import split_query, without_secrets
-from raytune_fsdp.data.sources.source import File, has_wildcard, is_wanted, matcher, reading
+from raytune_fsdp.data.sources.handles import check_unchanged, content_hash
+from raytune_fsdp.data.sources.prepared import key_of, unwritable
+from raytune_fsdp.data.sources.source import File, compression_of, has_wildcard, is_wanted, matcher, reading
 
 # Names that file systems give to a value that changes with the content, best first.
 _VERSIONS = (
@@ -26,6 +34,9 @@ UNKNOWN = "unknown"
 
 SIDE_FILE_BYTES = 64 << 20
 """The most bytes of a README.md, or of a file by `Dataset.save_to_disk` that holds no rows."""
+
+# Also the size of a request to a store.
+_CHUNK_BYTES = 8 << 20
 
 
 def with_version(file: File) -> File:
@@ -115,3 +126,73 @@ def _file(url: str, system: Any, path: str, size: int) -> File:
         user, at, _ = rest.partition("/")[0].rpartition("@")
         found = f"{scheme}://{user}{at}{path}{query}"
     return File(without_secrets(found), found, size, "")
+
+
+# The content of a file, decompressed.
+#
+# Some stores name no version of their files, such as an HTTP server without ETag, Content-MD5 and Last-Modified. Only
+# the content shows whether such a file has changed. So the process that opens the data reads the file into the cache
+# once per command, and what is prepared from it is identified by the content's hash. All other processes get the opened
+# data and ask no store.
+
+
+@contextmanager
+def with_content(file: File, *, cache: Path, progress: Progress | None) -> Iterator[File]:
+    """Yield the file with its version. If the store names none, fetch the file: its content's hash is the version."""
+    file = with_version(file)
+    if file.version != UNKNOWN:
+        yield file
+        return
+    # Named like a directory of the cache that is being made, so that a clean-up finds what a killed process leaves.
+    directory = cache / "files" / f"{key_of(file.identity)}.{uuid.uuid4().hex[:12]}.tmp"
+    try:
+        try:
+            directory.mkdir(parents=True)
+            path = directory / "fetched"
+            _copy(file, path, progress=progress)
+            with open(path, "rb") as opened:
+                content = content_hash(opened.fileno())
+        except OSError as error:
+            raise unwritable(cache, file.shown, error) from error
+        yield replace(file, version=f"content={content}", fetched=str(path))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_content(file: File, path: Path, *, progress: Progress | None) -> None:
+    """Write the decompressed content of a file to `path`. If it was fetched, only link it there."""
+    if not file.fetched:
+        _copy(file, path, progress=progress)
+        # In a store each piece comes from what the object is then. A copy of two would be kept under the first's ETag.
+        (check_version if file.remote else check_unchanged)(file)
+        return
+    try:
+        os.link(file.fetched, path)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file.fetched, path)
+
+
+def _copy(file: File, path: Path, *, progress: Progress | None) -> None:
+    """Write the decompressed content of a file to `path`, chunk by chunk."""
+    with open(path, "wb") as target:
+        for chunk in _chunks(file, progress):
+            target.write(chunk)
+
+
+def _chunks(file: File, progress: Progress | None) -> Iterator[bytes]:
+    # A generator, so that `reading` covers errors of the file, but not those of writing the copy between two chunks.
+    codec = compression_of(file.url)
+    with reading(file.shown), _stream(file) as raw:
+        stream = pa.CompressedInputStream(raw, codec) if codec else raw
+        while chunk := stream.read(_CHUNK_BYTES):
+            yield chunk
+            if progress is not None:
+                progress(file.shown, raw.tell(), file.size)
+
+
+def _stream(file: File) -> Any:
+    if not file.remote:
+        return pa.OSFile(file.url, "rb")
+    system, path = file_system(file.url)
+    # Not open_input_stream: a stream cannot tell its position, which progress needs.
+    return system.open_input_file(path)

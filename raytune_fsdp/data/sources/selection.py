@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
 from raytune_fsdp.data.sources.source import Columns, Row, Source
 
 if TYPE_CHECKING:
-    Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+    from raytune_fsdp.base.batch import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +37,18 @@ class Selected:
     others: bool = False
     lowest_order: int = OLDEST_ORDER
     """The lowest version of the order that makes this choice."""
-    columnar: bool = field(init=False)
-    label: str = field(init=False)
-    order_version: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        for name in ("columnar", "label"):
-            object.__setattr__(self, name, getattr(self.base, name))
-        object.__setattr__(self, "order_version", max(self.base.order_version, self.lowest_order))
+    @property
+    def label(self) -> str:
+        return self.base.label
+
+    @property
+    def columnar(self) -> bool:
+        return self.base.columnar
+
+    @property
+    def order_version(self) -> int:
+        return max(self.base.order_version, self.lowest_order)
 
     @property
     def fingerprints(self) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ import fnmatch
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -145,27 +146,31 @@ class Source(Protocol):
         """Return these rows with other columns, where files allow reading only some."""
 
 
-class Part(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(ABC):
     """The rows of one file."""
 
-    @property
-    def shown(self) -> str: ...
+    shown: str
+    fingerprint: str
+    count: int
+    most: int | None = None
+    """The most bytes that a row may have."""
 
     @property
-    def fingerprint(self) -> str: ...
+    @abstractmethod
+    def keys(self) -> Keys:
+        """The keys that its rows may have; of most files, only if they were asked for."""
 
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def keys(self) -> Keys: ...
-
+    @abstractmethod
     def blocks(self) -> Iterable[int]: ...
 
-    def where(self, index: int) -> str: ...
+    def where(self, index: int) -> str:
+        return f"{self.shown}, row {index + 1}"
 
+    @abstractmethod
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]: ...
 
+    @abstractmethod
     def touch(self) -> None: ...
 
 
@@ -209,15 +214,7 @@ class Files:
         numbers = np.asarray(indices, dtype=np.int64)
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"rows {numbers.min()} to {numbers.max()} of {self.label}, which has {len(self)}")
-        places = np.searchsorted(self._ends, numbers, side="right")
-        found: list[Row | RowError] = [{}] * len(numbers)
-        for place in np.unique(places).tolist():
-            wanted = np.flatnonzero(places == place)
-            first = int(self._ends[place - 1]) if place else 0
-            rows = self.parts[place].rows((numbers[wanted] - first).tolist())
-            for position, row in zip(wanted.tolist(), rows, strict=True):
-                found[position] = row
-        return found
+        return by_part(indices, self._ends, lambda place, _, local: self.parts[place].rows(local.tolist()))
 
     def keys(self, what: str) -> Iterator[Any]:
         for part in self.parts:
@@ -234,6 +231,24 @@ class Files:
     def __reduce__(self) -> tuple[type[Files], tuple[str, tuple[Part, ...], bool, int]]:
         # Leaves out the cached properties, which follow from the parts.
         return Files, (self.label, self.parts, self.columnar, self.order_version)
+
+
+def by_part(
+    indices: Sequence[int], ends: Any, read: Callable[[int, int, Any], Iterable[Row | RowError]]
+) -> list[Row | RowError]:
+    """Return rows by number, read part by part. Part k has the rows `ends[k - 1]` to `ends[k]`.
+
+    `read` is given the number of a part, the number of its first row, and which of its rows are wanted.
+    """
+    numbers = np.asarray(indices, dtype=np.int64)
+    places = np.searchsorted(ends, numbers, side="right")
+    found: list[Row | RowError] = [{}] * len(numbers)
+    for place in np.unique(places).tolist():
+        wanted = np.flatnonzero(places == place)
+        first = int(ends[place - 1]) if place else 0
+        for position, row in zip(wanted.tolist(), read(place, first, numbers[wanted] - first), strict=True):
+            found[position] = row
+    return found
 
 
 # How many keys are made at once: 8 MB.

@@ -21,7 +21,6 @@ import xxhash
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
-from raytune_fsdp.data.sources.fetched import write_content
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
     CHUNK_BYTES,
@@ -33,12 +32,14 @@ from raytune_fsdp.data.sources.handles import (
     keep_hashes,
 )
 from raytune_fsdp.data.sources.keys import KeySearch, cached_keys, keys_of_columns
-from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, touch
+from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_file, prepare_one, touch
+from raytune_fsdp.data.sources.remote import write_content
 from raytune_fsdp.data.sources.scan import SPAN, Scanned, Spans, csv_reader, json_syntax, scan
 from raytune_fsdp.data.sources.source import (
     CACHE_GONE,
     File,
     Keys,
+    Part,
     Row,
     compression_of,
     ending_of,
@@ -62,13 +63,10 @@ _RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TextRows:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRows(Part):
     """The rows of one text file."""
 
-    shown: str
-    fingerprint: str
-    count: int
     stored: Stored
     spans: str
     syntax: str
@@ -76,10 +74,7 @@ class TextRows:
     delimiter: str
     first: int = 0
     """Place of its first row in the file `spans`, which may hold the rows of many files."""
-    most: int | None = None
-    """The most bytes that a row may have."""
     keys: Keys = Keys()
-    """The keys that its rows may have, if they were asked for."""
 
     def blocks(self) -> Iterable[int]:
         for first in range(0, self.count, _BLOCK_ROWS):
@@ -90,7 +85,7 @@ class TextRows:
 
     def where(self, index: int) -> str:
         if self.syntax == "json":
-            return f"{self.shown}, row {index + 1}"
+            return Part.where(self, index)
         return f"{self.shown}:{self._spans()[index]['line']}"
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
@@ -202,11 +197,8 @@ def open_text(
             check_unchanged(file)
         return meta
 
-    identity = {"preparation": "text", "kind": kind, **file.identity}
-    if not copied:
-        identity["blocks"] = CHUNK_BYTES
-    holds = None if file.remote else lambda made: made.holds(file, every)
-    made = prepare_file(cache, identity, make, shown=file.shown, progress=progress, holds=holds)
+    how = {"preparation": "text", "kind": kind}
+    made = prepare_one(file, how, make, cache=cache, every=every, progress=progress, in_place=not copied)
     stored = made.stored("content", shown=file.shown) if copied else made.in_place(file)
     rows = text_rows(file, made.meta, stored=stored, spans=str(made.path / "spans"))
     return with_keys([rows], [made.meta], made)[0] if keys else rows

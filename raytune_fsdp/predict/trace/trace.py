@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets, Taught
 from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
-from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.config.sections.reference import TeacherConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
 from raytune_fsdp.data.shared_batches import own_parts
 from raytune_fsdp.model.attention.calls import PREFIX

@@ -13,7 +13,7 @@ from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.objectives import DistillObjective
-from raytune_fsdp.config.sections.teacher import TeacherConfig
+from raytune_fsdp.config.sections.reference import TeacherConfig
 from raytune_fsdp.data.cache import TEACHER
 from raytune_fsdp.data.teacher import Form, TeacherFiles
 from raytune_fsdp.model.directory.tokenizer import digest_of, vocabulary_of

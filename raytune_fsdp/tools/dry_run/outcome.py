@@ -123,7 +123,7 @@ def _steps_of(config: FinetuneConfig, trial: FinetuneConfig, prepared: RunInputs
         assert config.train.max_steps is not None, "a config has one of the two"
         return config.train.max_steps, False
     windows = prepared.train
-    window, _ = Stream(windows, seed=trial.run.seed).first_window(Cursor())
+    window, _ = Stream(windows, seed=trial.run.seed).load(Cursor(), 0)
     inside = sum(dataset.rows for dataset in window.counts.datasets)  # the last window of the data has fewer
     census = Census(seq_len=windows.seq_len, epochs=(math.ceil(len(window.samples) * windows.rows(0) / inside),))
     steps = math.ceil(census.samples_in(Fraction(str(config.train.epochs))) / config.train.global_batch)

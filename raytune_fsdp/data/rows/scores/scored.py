@@ -20,15 +20,9 @@ from raytune_fsdp.base.batch import IGNORE, Role
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import ScoreFormat
 from raytune_fsdp.data.mixture import FIFTH_ORDER
-from raytune_fsdp.data.rows.conversation import (
-    MISSING_COLUMN,
-    Conversation,
-    check_text,
-    read_column,
-    read_conversation,
-)
+from raytune_fsdp.data.rows.conversation import Conversation, check_text, read_column, read_conversation
 from raytune_fsdp.data.rows.numbers import read_number, read_weight
-from raytune_fsdp.data.rows.pairs import Answers, chat_format, shared_of
+from raytune_fsdp.data.rows.pairs import Answers, format_of, shared_of
 from raytune_fsdp.data.rows.scores.scoring import Scoring
 from raytune_fsdp.data.sources.source import shorten
 
@@ -44,11 +38,10 @@ def read_scored(
 ) -> str | Conversation:
     """Return the text or the conversation of a row. Raises RowError. `columnar`, `order`: see `read_conversation`."""
     if format.text is not None:
-        return check_text(_column(row, format.text, "text", where), f"{where}: {format.text}")
+        return check_text(read_column(row, format.text, "text", where, guess=False), f"{where}: {format.text}")
     assert format.messages is not None, "one of the two"
-    _column(row, format.messages, "messages", where)
-    roles = tuple(format.roles.items())
-    read_as = chat_format(format.messages, format.role, format.content, roles, None, None)
+    read_column(row, format.messages, "messages", where, guess=False)
+    read_as = format_of(format.messages, format)
     return read_conversation(row, read_as, where, columnar=columnar, order=max(order, FIFTH_ORDER))
 
 
@@ -56,16 +49,6 @@ def read_told(row: dict[str, Any], format: ScoreFormat, scoring: Scoring, where:
     """Return what the loss is told of a row: GROUP_COLUMNS. Raises RowError."""
     value = _score(row, format.score, where) if format.score else _class(row, format.label or "", scoring, where)
     return float(Role.SCORED), read_weight(row, format.weight, where), value, 0.0
-
-
-def _column(row: dict[str, Any], name: str, field: str, where: str) -> Any:
-    if name not in row:
-        raise RowError(
-            f"{where}: has no column {name!r}, it has {shorten(', '.join(map(repr, row)) or 'none')}; name the right "
-            f"one in the dataset's format.{field}",
-            MISSING_COLUMN,
-        )
-    return read_column(row, name, field, where)
 
 
 def _score(row: dict[str, Any], column: str, where: str) -> float:
@@ -77,7 +60,7 @@ def _score(row: dict[str, Any], column: str, where: str) -> float:
 
 
 def _class(row: dict[str, Any], column: str, scoring: Scoring, where: str) -> float:
-    value, labels = _column(row, column, "label", where), scoring.labels
+    value, labels = read_column(row, column, "label", where, guess=False), scoring.labels
     if isinstance(value, str) and value in labels:
         return float(labels.index(value))
     number = _number_of(value, scoring.outputs)
