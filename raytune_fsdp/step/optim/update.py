@@ -172,10 +172,6 @@ class Noise:
         """Return all that `drawn` needs to know of rows and columns that begin here, besides the step."""
         return torch.tensor([*self._keys, first, left], dtype=torch.int32, device=device)
 
-    def of(self, step: torch.Tensor, first: int, rows: int, columns: int, left: int = 0) -> torch.Tensor:
-        """Return the noise of these rows and columns at a step, which is a number on the device."""
-        return drawn(self.at(first, left, step.device), step, torch.empty(rows, columns, device="meta"))
-
 
 def drawn(noise: torch.Tensor, step: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return noise (`Noise.at`) for a matrix like this, at a step: int32. Its columns may have any number of axes."""
