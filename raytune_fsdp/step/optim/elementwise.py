@@ -155,9 +155,10 @@ class Elementwise(Updates):
             stored = {
                 moment: {
                     key.removeprefix(moment): part(state[key]) if key == moment else _scales(rows, state[key])
-                    for key in keys
+                    for key in (moment, f"{moment}_scale")  # whole names: one moment's name may begin another's
+                    if key in state
                 }
-                for moment, keys in _keys(state, kept).items()
+                for moment in kept
             }
             noise = {moment: self._trained.noise(name, moment, rows) for moment, each in kept.items() if each.rounded}
             self._execution(
@@ -197,8 +198,3 @@ def _change(
         drawn_now = drawn(noise[moment], step, weight) if each.rounded else None
         for suffix, tensor in each.write(new[moment], tables[moment], drawn_now).items():
             replace(stored[moment][suffix], tensor, skip)
-
-
-def _keys(state: Mapping[str, torch.Tensor], kept: Mapping[str, Kept]) -> dict[str, list[str]]:
-    """Return the tensors of each moment. Compared by whole names: one moment's name may begin another's."""
-    return {moment: [key for key in state if key in (moment, f"{moment}_scale")] for moment in kept}
