@@ -39,6 +39,7 @@ from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import StandIn
 from raytune_fsdp.model.objective.score_head import choose_loss_of
 from raytune_fsdp.model.objective.scores import ScoreStandIn
+from raytune_fsdp.model.offload_activations import Copies
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
@@ -318,7 +319,7 @@ class _OneKernel(AsKernel):
         self._live.timeline.operations.append(Operation("rest", 0.0, 2 * changed + read, 4))
 
 
-class _ToHost:
+class _ToHost(Copies):
     """Copies activations to the memory of the host, and none back: where they are in use is for the plan to say."""
 
     def __init__(self, live: MemoryTrace) -> None:
@@ -326,12 +327,6 @@ class _ToHost:
 
     def behind_compute(self) -> AbstractContextManager[None]:
         return self._live.sending_to_host()
-
-    def mark(self) -> None:
-        return None
-
-    def hold_compute(self, mark: None) -> None:
-        pass
 
 
 def one_step(
