@@ -39,8 +39,6 @@ class _Scored(NamedTuple):
 class PairLoss:
     """The loss of an objective of pairs."""
 
-    looks_ahead = False
-
     def __init__(self, objective: PairObjective) -> None:
         self._objective = objective
         self.sft_weight = objective.sft.weight
@@ -60,15 +58,6 @@ class PairLoss:
             chosen_logps=scored.log_probabilities[::2], rejected_logps=scored.log_probabilities[1::2],
         )  # fmt: skip
         return Judged(losses, terms, figures)
-
-    def counted(self, desirable: float, undesirable: float) -> PairLoss:
-        return self
-
-    def ahead(self, documents: GroupDocuments) -> torch.Tensor:
-        raise NotImplementedError("each pair has a loss of its own")
-
-    def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("each pair has a loss of its own")
 
     def _scored(self, documents: GroupDocuments) -> _Scored:
         match self._objective:
