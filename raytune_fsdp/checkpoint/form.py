@@ -158,7 +158,6 @@ class _Renamed:
         return {there: types[name] for there, name in self._here.items()}
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return several whole tensors, on the CPU."""
         found = self._own.read_all([self._here[name] for name in names])
         return {name: found[self._here[name]] for name in names}
 
@@ -191,7 +190,6 @@ class _Around:
         }
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return several whole tensors, on the CPU."""
         return {name: self._read(name) for name in names}
 
     def _read(self, name: str) -> torch.Tensor:

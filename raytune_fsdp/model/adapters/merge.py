@@ -53,11 +53,9 @@ class MergedWeights:
         return torch.promote_types(stored, torch.float32) if changed else stored
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Read several whole tensors, on the CPU."""
         return {name: self._read(name) for name in names}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows [start, stop), on the CPU. A tensor without dimensions is read whole."""
         if name in self._rows:
             return self._with_rows(name, start, stop)
         if name in self._whole:
