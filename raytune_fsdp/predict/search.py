@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,9 @@ def search(
     wants_bf16 = config.parallel.precision.startswith("bf16")
     wants_fp8 = config.parallel.precision == "fp8"
     offers = [each for each in offers if (each.device.bf16 or not wants_bf16) and (each.device.fp8 or not wants_fp8)]
-    for world in _sizes(config, per_node):
+    batches = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
+    # At most as many GPUs as a step has micro-batches, or parts.
+    for world in sizes(per_node, min(batches, _MOST_NODES * per_node)):
         fitting: dict[str, list[Suitable]] = {}
         for recompute in _RECOMPUTE:
             parallel = config.parallel.model_copy(update={"activation_checkpointing": recompute})
@@ -88,15 +90,7 @@ def search(
     return sorted(best, key=lambda each: (each.price or 0.0) if priced else each.hours * each.prediction.world)
 
 
-def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
-    """Yield 1, 2, 4 … GPUs of a machine, then whole machines; at most as many as a step has micro-batches, or parts."""
-    batches = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
-    size = 1
-    while size < per_node:
-        if size <= batches:
-            yield size
-        size *= 2
-    nodes = 1
-    while nodes <= _MOST_NODES and nodes * per_node <= batches:
-        yield nodes * per_node
-        nodes *= 2
+def sizes(per_node: int, most: int) -> list[int]:
+    """Return numbers of GPUs, up to this many: 1, 2, 4 … of a machine, then 1, 2, 4 … machines."""
+    powers = [2**power for power in range(most.bit_length())]
+    return [each for each in powers if each < per_node] + [n * per_node for n in powers if n * per_node <= most]

@@ -25,6 +25,7 @@ from raytune_fsdp.predict.host import host_needs
 from raytune_fsdp.predict.page.text import point_as_data
 from raytune_fsdp.predict.planned import as_long
 from raytune_fsdp.predict.prediction import Cluster, predict_from, traced
+from raytune_fsdp.predict.search import sizes
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
 
@@ -74,7 +75,7 @@ def offered(start: Chosen, per_node: int) -> Offered:
     """Return what the page has controls for; what the config says is always among it."""
     return {
         "device": tuple(DEVICES),
-        "gpus": _with(sizes(per_node), start.gpus),
+        "gpus": _with(sizes(per_node, _MOST_GPUS), start.gpus),
         "method": _with(("full", "lora", "qlora"), start.method),
         "seq_len": _with(_LENGTHS, start.seq_len),
         "micro_batch": _with(_SAMPLES, start.micro_batch),
@@ -82,16 +83,6 @@ def offered(start: Chosen, per_node: int) -> Offered:
         "recompute": _with(("none", "selective", "full"), start.recompute),
         "strategy": ("full_shard", "shard_grad_op", "hybrid_shard", "replicate"),
     }
-
-
-def sizes(per_node: int) -> list[int]:
-    """Return the numbers of GPUs to choose from: 1, 2, 4 … of a machine, then 1, 2, 4 … machines."""
-    found = [2**power for power in range(9) if 2**power < per_node]
-    nodes = 1
-    while nodes * per_node <= _MOST_GPUS:
-        found.append(nodes * per_node)
-        nodes *= 2
-    return found
 
 
 def _with(values: Sequence[Value], one: Value) -> tuple[Value, ...]:
