@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -157,7 +158,7 @@ class Points:
     ) -> None:
         self._config, self._census = config, census
         self._per_node, self._between, self._architecture = per_node, between, architecture
-        self._answers: OrderedDict[Chosen, dict[str, Any]] = OrderedDict()
+        self._answered = lru_cache(_ANSWERS)(self._answer)
         self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
         self._subjects: dict[str, ModelSpec] = {}
         self._one_at_a_time = Lock()  # a trace has a process group, and a process has one of those
@@ -168,11 +169,7 @@ class Points:
         with self._one_at_a_time:
             if self._ended:
                 return {"problem": "the command has ended: start it again"}
-            if choice not in self._answers:
-                self._answers[choice] = self._answer(choice)
-                if len(self._answers) > _ANSWERS:
-                    self._answers.popitem(last=False)
-            return self._answers[choice]
+            return self._answered(choice)
 
     def end(self) -> None:
         """Wait for what is being computed: a process that ends within an operation of torch's is aborted."""
