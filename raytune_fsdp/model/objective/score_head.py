@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,31 +9,18 @@ from torch import nn
 from raytune_fsdp.base.batch import Targets
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
-from raytune_fsdp.model.objective.chunked_head import choose_loss
+from raytune_fsdp.model.objective.chunked_head import Aimed, choose_loss
 from raytune_fsdp.model.objective.losses import Losses
-from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
+from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import bent_sum
 
 KERNEL = "scores"
 """What the loss of a run with such a head is called among its kernels."""
 
 
-class ScoreHead(nn.Linear):
-    """Scores tokens; if it has targets, it computes the scores in their places alone, and the losses of these."""
-
-    _targets: Targets | None = None
-    _objective: Objective = CROSS_ENTROPY
-    losses: Losses | None = None
-
-    @contextmanager
-    def aimed_at(self, targets: Targets, objective: Objective = CROSS_ENTROPY) -> Iterator[None]:
-        """Set the targets: in this context a forward pass of the network sets `losses`. Without an objective of scores
-        these are 0."""
-        self._targets, self._objective, self.losses = targets, objective, None
-        try:
-            yield
-        finally:
-            self._targets = None
+class ScoreHead(Aimed, nn.Linear):
+    """Scores tokens; if it has targets, it computes the scores in their places alone, and the losses of these. Without
+    an objective of scores these losses are 0."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._targets is None:
@@ -46,11 +29,7 @@ class ScoreHead(nn.Linear):
         # There are few of them, so in 16 bits, too, their products are summed and kept in fp32.
         wide = torch.promote_types(hidden.dtype, torch.float32)
         scores = F.linear(chosen.to(wide), self.weight.to(wide))
-        losses = _losses_of(scores, self._targets, self._objective)
-        # One number in the place of the logits, as LossHead returns it, and for the same reasons.
-        output = losses.total[None, None, None].clone()
-        self.losses = replace(losses, total=output.sum())
-        return output
+        return self._in_place_of_logits(_losses_of(scores, self._targets, self._objective))
 
 
 def _losses_of(scores: torch.Tensor, targets: Targets, objective: Objective) -> Losses:
