@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.batch import Targets, Taught
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
+from raytune_fsdp.model.added_rows import HeadWithRows, name_in, with_rows
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_and_gradients
@@ -184,9 +184,7 @@ class LossHead(Aimed, HeadWithRows):
 def install_chunked_loss(model: PreTrainedModel) -> None:
     """Replace the network's output embedding, which must be an `nn.Linear`, with a `LossHead`."""
     old = model.get_output_embeddings()
-    name = next(name for name, module in model.named_modules() if module is old)
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, LossHead.of(old, Shape.of(model.config)))
+    model.set_submodule(name_in(model, old), LossHead.of(old, Shape.of(model.config)))
 
 
 def choose_loss(asked: str, needs: KernelNeeds, *, kept: str | None) -> KernelChoice:
