@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -77,7 +77,8 @@ def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     boxes = np.array([_cut_of(*box_of(tensor)) for tensor in tensors.values()], np.int64).reshape(-1, 4)
     world, rank = dist.get_world_size(), dist.get_rank()
     everyone: list[Any] = [None] * world
-    dist.gather_object((_hash_of(tensors), boxes), everyone if rank == 0 else None)
+    hashed = xxhash.xxh3_128_hexdigest("\n".join(tensors).encode())
+    dist.gather_object((hashed, boxes), everyone if rank == 0 else None)
     mine: list[Any] = [None] * world
     index = ""
     if rank == 0:
@@ -92,10 +93,6 @@ def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     }
     names = [*tensors]
     return PieceLayout(mine=tuple(names[number] for number in own[0]), rows=rows, tensors=index)
-
-
-def _hash_of(names: Iterable[str]) -> str:
-    return xxhash.xxh3_128_hexdigest("\n".join(names).encode())
 
 
 def _cut_of(offset: Sequence[int], shape: Sequence[int]) -> list[int]:

@@ -89,7 +89,10 @@ class Offload:
     @contextmanager
     def of(self, number: int, layer: nn.Module) -> Iterator[None]:
         """Move what `layer` keeps in this context to the host. It is layer `number` of a forward pass."""
-        self._give_up_coming()
+        # What was fetched for a backward pass that was abandoned halfway is dropped.
+        for mark, _ in self._coming.values():
+            self._copies.hold_compute(mark)
+        self._coming.clear()
         # Weights stay: FSDP frees and refills their memory itself. A DTensor computes with its local tensor.
         weights = {_storage(local_piece(parameter)) for parameter in layer.parameters()}
         # A tensor that several operations keep is sent once. It is held until the layer ends, so that none is taken for
@@ -128,12 +131,6 @@ class Offload:
         while len(self._leaving) > behind:
             mark, _ = self._leaving.popleft()
             self._copies.hold_compute(mark)
-
-    def _give_up_coming(self) -> None:
-        """Drop what was fetched for a backward pass that was abandoned halfway."""
-        for mark, _ in self._coming.values():
-            self._copies.hold_compute(mark)
-        self._coming.clear()
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import MicroBatch, StepBatches
@@ -22,7 +21,7 @@ from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.sums import copy_first_gradients
-from raytune_fsdp.plan.plan import Layout, Plan
+from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.step.look_ahead import sum_over_step
 from raytune_fsdp.step.optim.pieces import at, local_gradients
 from raytune_fsdp.step.optim.update import Optimizer
@@ -114,7 +113,9 @@ def train_step(
         # groups are made for this divisor, too (groups.py).
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    grads = _gradients(model, trained, plan.layout)
+    grads = local_gradients(trained)
+    if plan.layout.tensor > 1:
+        copy_first_gradients(model, trained, grads)
     totals = sums.over_ranks(trained, grads)
     # The same bits on every rank.
     loss_value, norm = totals.loss / targets, totals.squares.sqrt() / scale.value
@@ -151,14 +152,6 @@ def _by_dataset(losses: Losses, batch: MicroBatch, datasets: int) -> torch.Tenso
     figures, of = losses.groups or (torch.stack([losses.each.double(), losses.right.double()]), batch.targets.datasets)
     # A product, because index_add on a GPU adds in any order.
     return figures @ (of[:, None] == torch.arange(datasets, device=losses.each.device)).double()
-
-
-def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layout) -> list[torch.Tensor]:
-    """Return this rank's pieces of the gradients."""
-    found = local_gradients(trained)
-    if layout.tensor > 1:
-        copy_first_gradients(model, trained, found)
-    return found
 
 
 def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None, scale: LossScale) -> None:

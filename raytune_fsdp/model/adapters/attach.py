@@ -72,8 +72,9 @@ def attach(network: PreTrainedModel, method: AdapterMethod, adapted: Collection[
     except Exception as error:  # nothing matched, or PEFT cannot adapt what did, which can fail in many ways
         raise _unfit(network, method, error) from error
     if head is not None and name_of_head(network) is None:
+        field = "target_modules" if is_adapter_layer(network.get_submodule(head)) else "modules_to_save"
         raise ConfigError(
-            f"method.{_field_of(network, head)} means {head}, too, the head that scores, which is trained whole in any "
+            f"method.{field} means {head}, too, the head that scores, which is trained whole in any "
             "case (model.head): leave it out there"
         )
     _check_each(network, method, routers)
@@ -109,11 +110,6 @@ def _peft_config(
         modules_to_save=[*method.modules_to_save, *(routers if method.routers == "trained" else [])] or None,
         task_type="CAUSAL_LM",
     )
-
-
-def _field_of(network: PreTrainedModel, name: str) -> str:
-    """Return the field of the method by which PEFT has wrapped a module."""
-    return "target_modules" if is_adapter_layer(network.get_submodule(name)) else "modules_to_save"
 
 
 def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:

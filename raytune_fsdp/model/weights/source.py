@@ -139,16 +139,13 @@ class RandomWeights:
         unit = self._unit_of[name]
         if self._current is None or self._current[0] != unit:
             self._current = None  # freed first, so that two are never in memory
-            self._current = (unit, self._draw(unit))
+            # A copy is filled: the twin itself stays without memory.
+            self._current = unit, _drawn(self._twin, unit, copy.deepcopy(self._units[unit]), self._seed)
         tensor = self._current[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
 
     def where(self, name: str) -> str:
         return f"{name}, drawn at random,"
-
-    def _draw(self, unit: str) -> dict[str, torch.Tensor]:
-        # A copy: the twin itself stays without memory.
-        return _drawn(self._twin, unit, copy.deepcopy(self._units[unit]), self._seed)
 
 
 @torch.no_grad()

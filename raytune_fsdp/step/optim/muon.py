@@ -122,7 +122,8 @@ class Muon(Updates):
         local, mesh = local_piece(parameter), self._split.mesh
         # With parallel.cpu_offload the shards are in the host's memory, and the ranks compute and communicate on GPUs.
         place = local.device.type if mesh is None else mesh.device_type
-        found = torch.empty_like(local, dtype=_works_in(local, place))
+        # bf16 is enough for the iteration, since it only ends near 1, but CPUs are not faster in it.
+        found = torch.empty_like(local, dtype=torch.bfloat16 if place == "cuda" else update_dtype(local))
         for rows in in_parts(parameter, at_once=self._execution.at_once):
             into, share = (rows.of(momentum), rows.of(found)), self._chosen.momentum
             self._execution(_mean, into, rows.of(parameter.grad), share, self._chosen.nesterov, skip)
@@ -159,11 +160,6 @@ def _move(
 ) -> None:
     lr, remains = numbers
     write(weight, decayed(weight, remains) - update.to(update_dtype(weight)) * lr, noise, step, skip)
-
-
-def _works_in(piece: torch.Tensor, place: str) -> torch.dtype:
-    """Return the type of the iteration: bf16 is enough, since it only ends near 1, but CPUs are not faster in it."""
-    return torch.bfloat16 if place == "cuda" else update_dtype(piece)
 
 
 def orthogonal_together(
