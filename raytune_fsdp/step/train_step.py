@@ -17,15 +17,17 @@ from raytune_fsdp.base.batch import MicroBatch, StepBatches
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import OptimConfig, ParallelConfig
+from raytune_fsdp.model.objective.groups import OfMicroBatch
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.sums import copy_first_gradients
+from raytune_fsdp.plan.division import Division
 from raytune_fsdp.plan.plan import Plan
-from raytune_fsdp.step.look_ahead import sum_over_step
+from raytune_fsdp.step.in_order import add_in_order
 from raytune_fsdp.step.optim.pieces import at, local_gradients
 from raytune_fsdp.step.optim.update import Optimizer
-from raytune_fsdp.step.parallel import set_gradient_sync
+from raytune_fsdp.step.parallel import evaluating, set_gradient_sync
 from raytune_fsdp.step.sums import Sums, SumsByRank
 
 FIRST_SCALE = 2.0**15
@@ -136,6 +138,21 @@ def eval_step(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     losses = micro_batch_loss(model, batch)
     targets = torch.full((), float(batch.target_tokens * batch.counts), dtype=torch.float64, device=losses.total.device)
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
+
+
+def sum_over_step(
+    model: PreTrainedModel, batches: StepBatches, division: Division, measure: OfMicroBatch
+) -> torch.Tensor:
+    """Return the sum of a number of each micro-batch, in their order, over all ranks: one pass without gradients, with
+    dropout off. Collective."""
+    rows = batches.counts.new_zeros(len(division.micro_batch_sizes(batches.step)), 1, dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches.micro_batches:
+            beat()
+            found = measure(model, batch)
+            if not batch.is_filler:
+                rows[batch.index] = found
+    return add_in_order(rows)[0]
 
 
 def _seed_dropout(seed: int, step: int, batch: MicroBatch) -> None:
