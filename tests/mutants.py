@@ -143,8 +143,8 @@ FAULTS = (
     ),
     Fault(
         "model/adapters/merge.py",
-        "found = _whole(self._adapter, name)\n",
-        "found = 2 * _whole(self._adapter, name)\n",
+        "found = read_whole(self._adapter, name)\n",
+        "found = 2 * read_whole(self._adapter, name)\n",
         "distributed/test_adapters.py::test_what_is_exported_is_what_peft_loads_and_merges[llama-lora]",
     ),
     Fault(

@@ -28,7 +28,7 @@ from raytune_fsdp.model.export.write import ExportForm, WholeTensors
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.keys import match_keys, matched_weights, owned_tensors, rows_of_tokens
-from raytune_fsdp.model.weights.source import Weights
+from raytune_fsdp.model.weights.source import Weights, read_whole
 from raytune_fsdp.plan.run_dir import RECIPE_FILE
 
 _RECIPE_BYTES = 4 * MIB
@@ -193,7 +193,5 @@ class _Around:
         return {name: self._read(name) for name in names}
 
     def _read(self, name: str) -> torch.Tensor:
-        own, shape = self._here[name], self._shapes[name]
-        if own is not None:
-            return self._own.read_all([own])[own]
-        return self._rest.read(name, 0, shape[0] if shape else 1)
+        own = self._here[name]
+        return read_whole(self._rest, name) if own is None else self._own.read_all([own])[own]

@@ -50,7 +50,7 @@ from raytune_fsdp.model.own_network import KEY, build_own, class_of
 from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.dequantize import check_packed
 from raytune_fsdp.model.weights.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
-from raytune_fsdp.model.weights.source import Weights
+from raytune_fsdp.model.weights.source import Weights, read_whole
 from raytune_fsdp.plan.run_dir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 
 _OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE, MARK_FILE)
@@ -290,8 +290,7 @@ class _AsWhole:
         return {name: self.read(name, 0, 0 if shape else 1).dtype for name, shape in self.shapes().items()}
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        shapes = self.shapes()
-        return {name: self.read(name, 0, shapes[name][0] if shapes[name] else 1) for name in names}
+        return {name: read_whole(self._weights, name) for name in names}
 
 
 def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTrainedModel:

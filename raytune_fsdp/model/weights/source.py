@@ -39,6 +39,12 @@ class Weights(Protocol):
         """Say where this tensor is stored, for messages."""
 
 
+def read_whole(weights: Weights, name: str) -> torch.Tensor:
+    """Read all rows of a tensor."""
+    shape = weights.shapes()[name]
+    return weights.read(name, 0, shape[0] if shape else 1)
+
+
 def all_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has neither infinities nor NaNs."""
     if not tensor.is_floating_point() or not tensor.numel():
