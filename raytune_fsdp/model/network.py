@@ -43,6 +43,7 @@ from raytune_fsdp.model.directory.scoring import check_head, scoring_class
 from raytune_fsdp.model.objective.routers import names_of_routers
 from raytune_fsdp.model.own_network import KEY, build_own, own_config
 from raytune_fsdp.model.score_head import head_of, put_score_head
+from raytune_fsdp.model.weights.keys import all_names
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -417,9 +418,7 @@ def choose_trained(
 
 def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:
     """Train only weights whose name contains a match of one of these expressions. A tied weight counts by any name."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = all_names(network)
     every = [name for found in names.values() for name in found]
     for expression in trained:
         if not any(re.search(expression, name) for name in every):
@@ -429,5 +428,5 @@ def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:
                 f"method.trained: {expression!r} is found in the name of no weight of a {type(network).__name__}; they "
                 f"are called {', '.join(list(kinds)[:12])}"
             )
-    for parameter in network.parameters():
-        parameter.requires_grad_(any(re.search(each, name) for each in trained for name in names[id(parameter)]))
+    for first, parameter in network.named_parameters():
+        parameter.requires_grad_(any(re.search(each, name) for each in trained for name in names[first]))
