@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch.distributed import ProcessGroup
@@ -148,8 +148,7 @@ class GroupObjective:
         """Return the documents of the groups of a micro-batch that this rank counts. Collective, without gradients."""
         documents, mine = self.measured(model, batch)
         vectors = {each.name: getattr(documents, each.name) for each in fields(documents)}
-        part: Any = {name: None if vector is None else vector[mine] for name, vector in vectors.items()}
-        return GroupDocuments(**part)
+        return replace(documents, **{name: vector[mine] for name, vector in vectors.items() if vector is not None})
 
     def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[GroupDocuments, slice]:
         """Return the documents of a micro-batch, of a part those of all of it; and which of them this rank counts.
