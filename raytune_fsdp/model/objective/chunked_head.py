@@ -21,9 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.batch import Targets, Taught
-from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.model.added_rows import HeadWithRows, name_in, with_rows
-from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_and_gradients
 from raytune_fsdp.model.objective.own_loss import Bent
@@ -185,19 +183,6 @@ def install_chunked_loss(model: PreTrainedModel) -> None:
     """Replace the network's output embedding, which must be an `nn.Linear`, with a `LossHead`."""
     old = model.get_output_embeddings()
     model.set_submodule(name_in(model, old), LossHead.of(old, Shape.of(model.config)))
-
-
-def choose_loss(asked: str, needs: KernelNeeds, *, kept: str | None) -> KernelChoice:
-    """Choose how the losses of a run are computed. `kept`: the choice of its checkpoint; None: no checkpoint yet."""
-    if asked == "chunked" and needs.plain_loss:
-        raise ConfigError(f"model.loss=chunked: {needs.plain_loss}; set model.loss=auto")
-    if asked != "auto":
-        return KernelChoice(name=asked, why="as model.loss says")
-    if needs.plain_loss:
-        return KernelChoice(name="plain", why=needs.plain_loss)
-    if kept is not None:
-        return KernelChoice(name=kept, why="as the run began")
-    return KernelChoice(name="chunked", why="without the logits of a whole micro-batch")
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:

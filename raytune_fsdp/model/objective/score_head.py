@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from raytune_fsdp.base.batch import Targets
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config.sections.model import ModelConfig
 from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
-from raytune_fsdp.model.objective.chunked_head import Aimed, choose_loss
+from raytune_fsdp.model.objective.chunked_head import Aimed
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import bent_sum
@@ -41,8 +42,17 @@ def _losses_of(scores: torch.Tensor, targets: Targets, objective: Objective) -> 
     return Losses(total=total, each=bent.values, right=right, groups=bent.recorded, scores=fixed)
 
 
-def choose_loss_of(config: ModelConfig, needs: KernelNeeds, *, kept: str | None) -> KernelChoice:
-    """Choose how the losses of a run are computed, as `choose_loss` does; those of scores are in one way."""
+def choose_loss(config: ModelConfig, needs: KernelNeeds, *, kept: str | None) -> KernelChoice:
+    """Choose how the losses of a run are computed; those of scores are in one way. `kept`: the choice of its
+    checkpoint; None: no checkpoint yet."""
     if config.head is not None:
         return KernelChoice(name=KERNEL, why="model.head scores documents at their last tokens")
-    return choose_loss(config.loss, needs, kept=kept)
+    if config.loss == "chunked" and needs.plain_loss:
+        raise ConfigError(f"model.loss=chunked: {needs.plain_loss}; set model.loss=auto")
+    if config.loss != "auto":
+        return KernelChoice(name=config.loss, why="as model.loss says")
+    if needs.plain_loss:
+        return KernelChoice(name="plain", why=needs.plain_loss)
+    if kept is not None:
+        return KernelChoice(name=kept, why="as the run began")
+    return KernelChoice(name="chunked", why="without the logits of a whole micro-batch")

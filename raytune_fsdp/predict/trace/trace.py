@@ -37,7 +37,7 @@ from raytune_fsdp.model.objective.distillation import Distillation
 from raytune_fsdp.model.objective.groups import GroupStandIn
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import StandIn
-from raytune_fsdp.model.objective.score_head import choose_loss_of
+from raytune_fsdp.model.objective.score_head import choose_loss
 from raytune_fsdp.model.objective.scores import ScoreStandIn
 from raytune_fsdp.model.offload_activations import Copies
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
@@ -364,7 +364,7 @@ def assume_kernels(
 ) -> Mapping[str, KernelChoice]:
     """Give the network what such devices would choose with nothing installed besides torch; return the choices."""
     check_shared(config, model, needs)
-    loss = choose_loss_of(config.model, needs, kept=None)
+    loss = choose_loss(config.model, needs, kept=None)
     if loss.name == "chunked":
         install_chunked_loss(model)
         head = model.get_output_embeddings()
