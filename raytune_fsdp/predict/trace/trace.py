@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets, Taught
-from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.sections.teacher import TeacherConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
@@ -46,11 +45,10 @@ from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
 from raytune_fsdp.predict.trace.work import Operation, tensors_in
-from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
+from raytune_fsdp.run.build import Counts, Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.mixers import choose_mixers
 from raytune_fsdp.step.accumulation import FP32
-from raytune_fsdp.step.flops import Architecture
 from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Change, Execution
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.precision import compute_dtype
@@ -173,14 +171,9 @@ class Trace:
     """Forward and backward passes that were traced: two stand for all."""
     attention: str
     """The kernel, as transformers knows it."""
-    architecture: Architecture
-    parameters: ParameterCount
-    asleep: int
-    """The number of weights that a token is not multiplied with."""
+    counts: Counts
     traffic: Traffic | None
     """The traffic of a step; None: nothing is spread."""
-    largest: int
-    """Bytes of the largest weight, as it is trained."""
     trained_bytes: int
     """Bytes of this rank's trained weights, in the whole network."""
     trained_bytes_traced: int
@@ -222,7 +215,7 @@ def trace(
         built = build(
             config, hf_config, needs, site, partial(assume_kernels, config, needs, device), added=added, keep=keep
         )
-        model, counts = built.model, built.counts
+        model = built.model
         if built.groups.sequence is not None:
             split_tokens(model, built.groups.sequence)
         (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
@@ -240,11 +233,8 @@ def trace(
         persistent=recorder.persistent,
         passes=passes,
         attention=built.kernels["attention"].name,
-        architecture=counts.architecture,
-        parameters=counts.parameters,
-        asleep=counts.asleep,
+        counts=built.counts,
         traffic=built.traffic,
-        largest=counts.largest,
         trained_bytes=recorder.rest + sum(recorder.trained[number] for number in built.stands_for),
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
         offloaded=built.parallel.cpu_offload and device != "cpu",
