@@ -26,7 +26,6 @@ from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.model.weights.source import all_finite
-from raytune_fsdp.step.optim.update import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +182,7 @@ class Staging:
     """Memory for the pieces that this rank writes, allocated as one buffer at the first copy.
 
     A GPU copies on a stream of its own while the next step computes: whoever reads the pieces waits until they are
-    `here`, and the optimizer changes nothing before that (`UpdatesAfterCopies`).
+    `here`, and the optimizer changes nothing before that (`hold_updates`).
     """
 
     def __init__(self) -> None:
@@ -252,24 +251,6 @@ def _pin(owner: Staging, block: torch.Tensor, device: torch.device) -> None:
     logger.warning("%d bytes of host memory could not be pinned (CUDA error %d)", block.nbytes, int(error))
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
-
-
-class UpdatesAfterCopies:
-    """An optimizer that changes nothing that is still being copied."""
-
-    def __init__(self, optimizer: Optimizer, staging: Staging) -> None:
-        self._optimizer = optimizer
-        self._staging = staging
-
-    def init_state(self) -> None:
-        self._optimizer.init_state()
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._optimizer.state_tensors()
-
-    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
-        self._staging.hold_updates()
-        self._optimizer.step(lr_factor, found_inf)
 
 
 T = TypeVar("T")

@@ -50,7 +50,7 @@ from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.mixers import choose_mixers
 from raytune_fsdp.step.accumulation import FP32
 from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Change, Execution
-from raytune_fsdp.step.optim.update import Optimizer
+from raytune_fsdp.step.optim.update import Optimizer, UpdatesAfter
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
 from raytune_fsdp.step.sums import Sums
@@ -68,8 +68,7 @@ class Recorder:
         self, live: MemoryTrace, model: PreTrainedModel, layers: Sequence[nn.Module], optimizer: Optimizer
     ) -> None:
         """`layers`: the layers, as they were found before FSDP gave their classes other names."""
-        self._live, self._model, self._optimizer = live, model, optimizer
-        self._layers = layers
+        self._live, self._model, self._layers = live, model, layers
         self._pass = -1
         live.name((_local(each) for each in (*model.parameters(), *model.buffers())), "weights")
         live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
@@ -93,16 +92,9 @@ class Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def init_state(self) -> None:
-        self._optimizer.init_state()
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._optimizer.state_tensors()
-
-    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+    def updates(self) -> None:
         self._name_gradients()
         self._live.mark("update")
-        self._optimizer.step(lr_factor, found_inf)
 
     def _begins(self, *_: Any) -> None:
         self._name_gradients()
@@ -226,7 +218,8 @@ def trace(
             optimizer = optimizer_of(built, config, passes, _execution(config, device, live))
             optimizer.init_state()
             recorder, sums = Recorder(live, model, built.layers, optimizer), sums_of(built, config, plan)
-            recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU, sums))
+            updates = UpdatesAfter(recorder.updates, optimizer)
+            recorder.record(lambda: one_step(config, plan, built.parallel, model, updates, batches, CPU, sums))
     return Trace(
         timeline=live.timeline,
         stands_for=built.stands_for,

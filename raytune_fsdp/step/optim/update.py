@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,6 +30,24 @@ class Optimizer(Protocol):
 
         If `found_inf` (a number on the device) is 1, weights and state stay as they are, bit for bit.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatesAfter:
+    """An optimizer that has something else done before each update."""
+
+    before: Callable[[], None]
+    optimizer: Optimizer
+
+    def init_state(self) -> None:
+        self.optimizer.init_state()
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return self.optimizer.state_tensors()
+
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        self.before()
+        self.optimizer.step(lr_factor, found_inf)
 
 
 class Trained:
