@@ -123,8 +123,8 @@ FAULTS = (
     ),
     Fault(
         "step/accumulation.py",
-        "if micro_batches == 1:\n        return",
-        "if micro_batches:\n        return",
+        "or micro_batches == 1:\n        return",
+        "or micro_batches:\n        return",
         "distributed/test_accumulation.py"
         "::test_gradients_of_micro_batches_in_bf16_are_one_sum_at_every_number_of_ranks[llama-2-parallel0]",
     ),
