@@ -374,7 +374,8 @@ class AdaptedWeights:
         self._given = {} if adapter is None else adapter.shapes()
         self._tensors = owned_tensors(network)
         self._rows = added_rows_of(network)
-        self._turned = set(_turned(network))
+        # Adapted modules whose weights are stored input first (GPT-2's Conv1D).
+        self._turned = {name for name, each in network.named_modules() if getattr(each, "fan_in_fan_out", False)}
         self._drawn: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -430,13 +431,6 @@ class AdaptedWeights:
         squares = sum(part.double().square().sum(0) for part in parts)
         assert isinstance(squares, torch.Tensor)
         return squares.sqrt().float()[start:stop]
-
-
-def _turned(network: PreTrainedModel) -> Iterator[str]:
-    """Yield the names of the adapted modules whose weights are stored input first (GPT-2's Conv1D)."""
-    for name, module in network.named_modules():
-        if getattr(module, "fan_in_fan_out", False):
-            yield name
 
 
 def check_adapter_shapes(
