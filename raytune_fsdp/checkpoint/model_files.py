@@ -37,12 +37,11 @@ from raytune_fsdp.checkpoint.merged import (
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.adapters.config_file import read_adapter_config
-from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, check_header, read_config, wants_code
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.directory.needed_code import check_trusted
-from raytune_fsdp.model.directory.quantization import forget_quantization
+from raytune_fsdp.model.directory.quantization import make_plain
 from raytune_fsdp.model.directory.scoring import scoring_class
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.model.network import choose_experts, stored_network, with_stored_head
@@ -246,7 +245,7 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
 
     def load() -> PreTrainedModel:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        forget_flash_attention(hf_config)
+        make_plain(hf_config, quantized=True)
         try:
             kind: Any = AutoModelForCausalLM if own is None else class_of(own, hf_config)
             said = {"trust_remote_code": trust} if own is None else {}
@@ -300,8 +299,7 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
         _compare(network, shapes, files, where)
     what = "does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
-    forget_quantization(hf_config)  # of the base of an adapter
-    forget_flash_attention(hf_config)
+    make_plain(hf_config)  # the base of an adapter may be quantized
     dtype = dtype_of(weights)
 
     def build() -> PreTrainedModel:

@@ -27,7 +27,6 @@ from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.adapters.attach import attach
 from raytune_fsdp.model.adapters.config_file import adapter_instead
 from raytune_fsdp.model.added_rows import train_rows
-from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import (
     NEEDS_CODE,
     bounded_building,
@@ -38,7 +37,7 @@ from raytune_fsdp.model.directory.bounds import (
 )
 from raytune_fsdp.model.directory.named_class import built_on_meta
 from raytune_fsdp.model.directory.needed_code import function_in
-from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
+from raytune_fsdp.model.directory.quantization import make_plain, quantization_of
 from raytune_fsdp.model.directory.scoring import check_head, scoring_class
 from raytune_fsdp.model.objective.routers import names_of_routers
 from raytune_fsdp.model.own_network import KEY, build_own, own_config
@@ -70,8 +69,7 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
     if config.init == "pretrained" and directory is not None:
         quantization_of(read_config(directory), f"model.path={config.path}")  # refuses what cannot be read
         check_head(hf_config, config.head, str(config.path))
-    forget_quantization(hf_config)
-    forget_flash_attention(hf_config)
+    make_plain(hf_config)
     for key, value in config.overrides.items():
         if not _has(text, key):
             raise ModelError(

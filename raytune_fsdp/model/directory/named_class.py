@@ -24,10 +24,9 @@ from transformers.models.auto.modeling_auto import (
 
 from raytune_fsdp.base.errors import ModelError, first_line
 from raytune_fsdp.model.added_rows import name_in
-from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import bounded_building, check_buffers, read_config
 from raytune_fsdp.model.directory.needed_code import function_in
-from raytune_fsdp.model.directory.quantization import forget_quantization
+from raytune_fsdp.model.directory.quantization import make_plain
 from raytune_fsdp.model.directory.scoring import SCORE, kind_for, kind_of, no_class_for
 from raytune_fsdp.model.score_head import name_of_head
 
@@ -42,8 +41,7 @@ def built_on_meta(directory: Path, make: Callable[[PretrainedConfig], PreTrained
     try:
         with torch.device("meta"), bounded_building():
             hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            forget_quantization(hf_config)
-            forget_flash_attention(hf_config)
+            make_plain(hf_config)
             model = make(hf_config)
     except ModelError:
         raise
