@@ -111,6 +111,11 @@ class Prediction:
         """Tokens per second per device."""
         return self.tokens / self.seconds.step / self.world
 
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run."""
+        return self.seconds.step * self.plan.steps / 3600
+
 
 def predict(subject: ModelSpec, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
     """Predict what a config needs. `plan` is the run's, or a number of GPUs where no more than a step is asked for."""

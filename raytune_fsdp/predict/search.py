@@ -10,7 +10,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict.devices import Device
-from raytune_fsdp.predict.planned import cost, hours
+from raytune_fsdp.predict.planned import cost
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict_from, traced
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
@@ -37,10 +37,6 @@ class Suitable:
     prediction: Prediction
     price: float | None
     """The price of the whole run."""
-
-    @property
-    def hours(self) -> float:
-        return hours(self.prediction)
 
 
 def search(
@@ -83,11 +79,13 @@ def search(
                 prediction = predict_from(same[kind], changed, here, cluster)
                 changes = {} if recompute == config.parallel.activation_checkpointing else {_FIELD: recompute}
                 each = Suitable(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
-                if prediction.fits and (most_hours is None or each.hours <= most_hours):
+                if prediction.fits and (most_hours is None or prediction.hours <= most_hours):
                     fitting.setdefault(offer.device.name, []).append(each)
-        best += [min(found, key=lambda each: each.hours) for found in fitting.values()]
+        best += [min(found, key=lambda each: each.prediction.hours) for found in fitting.values()]
     priced = all(each.price is not None for each in best)
-    return sorted(best, key=lambda each: (each.price or 0.0) if priced else each.hours * each.prediction.world)
+    return sorted(
+        best, key=lambda each: (each.price or 0.0) if priced else each.prediction.hours * each.prediction.world
+    )
 
 
 def sizes(per_node: int, most: int) -> list[int]:
