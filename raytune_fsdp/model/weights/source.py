@@ -249,7 +249,8 @@ class GrownWeights:
             tensor = tensor.clone()
             for row in added:
                 like = self._added[name][row]
-                mean = self._mean(name) if not like else self._mean_of(name, like)
+                means = [self._grown(name, each, each + 1)[0].double() for each in like]
+                mean = torch.stack(means).mean(0) if means else self._mean(name)
                 tensor[row - start] = mean.to(tensor.dtype)
         return tensor
 
@@ -271,6 +272,3 @@ class GrownWeights:
             sums = [self._inner.read(name, s, min(s + _MEAN_ROWS, stored)).double().sum(0) for s in chunks]
             self._means[name] = torch.stack(sums).sum(0) / stored
         return self._means[name]
-
-    def _mean_of(self, name: str, rows: Sequence[int]) -> torch.Tensor:
-        return torch.stack([self._grown(name, row, row + 1)[0].double() for row in rows]).mean(0)
