@@ -67,8 +67,11 @@ class _KeptOpen:
     """
 
     def __init__(self, storage: Storage, most: int) -> None:
-        self._storage, self._most, self.where = storage, most, storage.where
+        self._storage, self._most = storage, most
         self._files: OrderedDict[tuple[str, str], tuple[ExitStack, StoredFile]] = OrderedDict()
+
+    def where(self, name: str) -> str:
+        return self._storage.where(name)
 
     @contextmanager
     def open(self, name: str, file: str) -> Iterator[StoredFile]:

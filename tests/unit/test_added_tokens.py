@@ -141,9 +141,6 @@ class Stored(dict[str, torch.Tensor]):
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self[name][start:stop]
 
-    def where(self, name: str) -> str:
-        return name
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [40, 43], ids=["padded", "grown"])

@@ -198,7 +198,7 @@ class ResidualWeights:
     """Weights less the initial values of their adapters."""
 
     def __init__(self, inner: Weights, initial: Weights, network: PreTrainedModel) -> None:
-        self._inner, self._initial, self.where = inner, initial, inner.where
+        self._inner, self._initial = inner, initial
         self._shapes = inner.shapes()
         self._pairs = pairs_of(network)
         self._last: tuple[Pair, torch.Tensor, torch.Tensor | None] | None = None
@@ -231,12 +231,15 @@ class ResidualWeights:
         part = self._initial.read(pair.b, start, stop).double() @ a if b is None else a[:, start:stop].T @ b.T
         return rows.double().sub_(part.mul_(pair.scaling)).to(torch.promote_types(rows.dtype, torch.float32))
 
+    def where(self, name: str) -> str:
+        return self._inner.where(name)
+
 
 class PlainAdapter:
     """An adapter of twice the rank, for the weights as they are stored: its trained values less its initial values."""
 
     def __init__(self, adapter: Weights, initial: Weights, network: PreTrainedModel) -> None:
-        self._adapter, self._initial, self.where = adapter, initial, adapter.where
+        self._adapter, self._initial = adapter, initial
         pairs = pairs_of(network).values()
         self._first, self._second = {pair.a for pair in pairs}, {pair.b for pair in pairs}
         peft = network.peft_config[ADAPTER]  # type: ignore[union-attr, index]
@@ -261,3 +264,6 @@ class PlainAdapter:
         if name in self._first:
             return torch.cat([now, then])[start:stop]
         return (torch.cat([now, -then], 1) * self._factor)[start:stop]
+
+    def where(self, name: str) -> str:
+        return self._adapter.where(name)

@@ -20,7 +20,10 @@ class MeanTensors:
             differ = sorted({name for name, _ in first.shapes().items() ^ other.shapes().items()})
             if differ:
                 raise ModelError(f"these checkpoints are not of one network: {differ[0]} differs; name others")
-        self._dtypes, self.shapes = first.dtypes(), first.shapes
+        self._dtypes = first.dtypes()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._sources[0].shapes()
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return self._dtypes

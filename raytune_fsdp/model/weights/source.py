@@ -232,7 +232,7 @@ class GrownWeights:
         `added`: by tensor and row, the rows whose mean the row starts as; an empty sequence means all. They apply even
         if the row is stored, since vocabularies are padded.
         """
-        self._inner, self.where = inner, inner.where
+        self._inner = inner
         self._rows = rows
         self._added = added or {}
         self._means: dict[str, torch.Tensor] = {}
@@ -264,6 +264,9 @@ class GrownWeights:
             return old
         mean = self._mean(name).to(old.dtype)
         return torch.cat([old, mean.expand(new, *mean.shape)])
+
+    def where(self, name: str) -> str:
+        return self._inner.where(name)
 
     def _mean(self, name: str) -> torch.Tensor:
         if name not in self._means:
