@@ -71,8 +71,9 @@ class Recorder:
         self._live, self._model, self._layers = live, model, layers
         self._pass = -1
         live.name((_local(each) for each in (*model.parameters(), *model.buffers())), "weights")
-        live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
-        self.persistent = tuple(self._kept(layer) for layer in self._layers)
+        states = optimizer.state_tensors()
+        live.name((_local(each) for each in states.values()), "optimizer")
+        self.persistent = tuple(self._kept(layer, states) for layer in self._layers)
         self.trained = [_trained(layer.parameters()) for layer in self._layers]
         self.rest = _trained(model.parameters()) - sum(self.trained)
 
@@ -92,7 +93,7 @@ class Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def updates(self) -> None:
+    def update_begins(self) -> None:
         self._name_gradients()
         self._live.mark("update")
 
@@ -124,13 +125,13 @@ class Recorder:
             held.append(group._partial_reduce_output)  # of replicas, until they are summed over all of them
             self._live.name((each for each in held if each is not None), "gradients")
 
-    def _kept(self, layer: nn.Module) -> Bytes:
+    def _kept(self, layer: nn.Module, states: Mapping[str, torch.Tensor]) -> Bytes:
         ids = {id(parameter) for parameter in layer.parameters()}
         names = {name for name, parameter in self._model.named_parameters() if id(parameter) in ids}
         weights = sum(_local(parameter).nbytes for parameter in layer.parameters())
         state = sum(
             _local(tensor).nbytes
-            for key, tensor in self._optimizer.state_tensors().items()
+            for key, tensor in states.items()
             if any(key.startswith(f"{name}.") for name in names)
         )
         found: dict[Kind, int] = {"weights": weights, "optimizer": state}
@@ -218,7 +219,7 @@ def trace(
             optimizer = optimizer_of(built, config, passes, _execution(config, device, live))
             optimizer.init_state()
             recorder, sums = Recorder(live, model, built.layers, optimizer), sums_of(built, config, plan)
-            updates = UpdatesAfter(recorder.updates, optimizer)
+            updates = UpdatesAfter(recorder.update_begins, optimizer)
             recorder.record(lambda: one_step(config, plan, built.parallel, model, updates, batches, CPU, sums))
     return Trace(
         timeline=live.timeline,
