@@ -190,7 +190,8 @@ class _Around:
         }
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {
-            name: read_whole(self._rest, name) if (own := self._here[name]) is None else self._own.read_all([own])[own]
-            for name in names
-        }
+        return {name: self._read(name) for name in names}
+
+    def _read(self, name: str) -> torch.Tensor:
+        own = self._here[name]
+        return read_whole(self._rest, name) if own is None else self._own.read_all([own])[own]
