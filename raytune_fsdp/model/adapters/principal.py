@@ -225,8 +225,8 @@ class ResidualWeights:
     def _rest(self, name: str, start: int, stop: int) -> torch.Tensor:
         rows, pair = self._inner.read(name, start, stop), self._pairs[name]
         if self._last is None or self._last[0] != pair:  # kept, because the other rows are read next
-            a, b = read_whole(self._initial, pair.a), read_whole(self._initial, pair.b) if pair.turned else None
-            self._last = pair, a.double(), None if b is None else b.double()
+            first = read_whole(self._initial, pair.a).double()
+            self._last = pair, first, read_whole(self._initial, pair.b).double() if pair.turned else None
         _, a, b = self._last
         part = self._initial.read(pair.b, start, stop).double() @ a if b is None else a[:, start:stop].T @ b.T
         return rows.double().sub_(part.mul_(pair.scaling)).to(torch.promote_types(rows.dtype, torch.float32))

@@ -56,7 +56,8 @@ class Muon(Updates):
             self._rest.init_state()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        return {**super().state_tensors(), **({} if self._rest is None else self._rest.state_tensors())}
+        rest = {} if self._rest is None else self._rest.state_tensors()
+        return {**super().state_tensors(), **rest}
 
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
         super().step(lr_factor, found_inf)
