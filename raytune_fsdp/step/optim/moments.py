@@ -105,9 +105,10 @@ class EightBit:
 
 
 Kept = AsType | EightBit
-"""How one moment is kept. `zeros` returns the tensors of one that is 0, by the suffix that is added to its name,
-`tables` the constants that reading and writing need. `rounded`: writing it needs noise. `grouped`: it is read and
-written in groups, rows x groups of each x numbers, and rows x groups x 1 of scales."""
+"""How one moment is kept. `zeros` returns the tensors of one that is 0, by the suffix that is added to its name, and
+`tables` the constants that reading and writing need. `read` returns the numbers of some rows, and `write` the tensors
+that keep them. `rounded`: writing needs noise. `grouped`: it is read and written in groups, rows x groups of each x
+numbers, and rows x groups x 1 of scales."""
 
 
 def _at(levels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
