@@ -33,8 +33,8 @@ from raytune_fsdp.model.objective.told import Told
 from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
 
 Formula = KtoLoss | PairLoss
-"""The loss of groups of two documents; `sft_weight` is the weight of their terms of cross-entropy. That of KTO depends on
-all groups of the global batch."""
+"""The loss of groups of two documents; `sft_weight` is the weight of their terms of cross-entropy. The loss of KTO
+depends on all groups of the global batch."""
 
 Reference = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
 """Returns the reference's log-probabilities of a micro-batch's answers, in fp64 on its device, in the order of its

@@ -130,9 +130,7 @@ class Recorder:
         names = {name for name, parameter in self._model.named_parameters() if id(parameter) in ids}
         weights = sum(_local(parameter).nbytes for parameter in layer.parameters())
         state = sum(
-            _local(tensor).nbytes
-            for key, tensor in states.items()
-            if any(key.startswith(f"{name}.") for name in names)
+            _local(tensor).nbytes for key, tensor in states.items() if any(key.startswith(f"{name}.") for name in names)
         )
         found: dict[Kind, int] = {"weights": weights, "optimizer": state}
         return found

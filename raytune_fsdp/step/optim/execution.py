@@ -105,10 +105,10 @@ class AsKernel:
 
 
 Execution = ByOperation | AsKernel
-"""How rules are run: called, it has a rule change the tensors in `into`. `at_once`: the most numbers of a weight that are
-updated by one call. `needs_trial`: an optimizer has to try its first step without effect, and then have all ranks run
-rules alike, by `agree`, which is collective. `number` returns a number that changes from step to step, as rules are to
-be given it, and `scalars` what a function computes of the steps of several weights, for each of them."""
+"""How rules are run: called, it has a rule change the tensors in `into`. `at_once`: the most numbers of a weight that
+are updated by one call. `needs_trial`: an optimizer has to try its first step without effect, and then have all ranks
+run rules alike, by `agree`, which is collective. `number` returns a number that changes from step to step, as rules are
+to be given it, and `scalars` what a function computes of the steps of several weights, for each of them."""
 
 
 def _options() -> dict[str, Any]:
