@@ -43,7 +43,7 @@ from raytune_fsdp.predict import memory
 from raytune_fsdp.predict.subject import ModelSpec, bundled
 from raytune_fsdp.predict.trace import trace as traces
 from raytune_fsdp.predict.trace.live import MemoryTrace
-from raytune_fsdp.predict.trace.work import computes_nothing
+from raytune_fsdp.predict.trace.work import NOTHING, name_of
 
 TOKENS = 4096
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -76,7 +76,8 @@ class _Named(MemoryTrace):
         _Named.names = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not computes_nothing(func) and func.namespace != "profiler":
+        # What only looks at something in another way, or takes memory, starts no kernel.
+        if not (func.is_view or name_of(func) in NOTHING or func.namespace in ("prim", "profiler")):
             _Named.names.append((len(self.timeline.marks), func._schema.name))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -123,8 +123,8 @@ FAULTS = (
     ),
     Fault(
         "step/accumulation.py",
-        "if micro_batches == 1:\n        return",
-        "if micro_batches:\n        return",
+        "or micro_batches == 1:\n        return",
+        "or micro_batches:\n        return",
         "distributed/test_accumulation.py"
         "::test_gradients_of_micro_batches_in_bf16_are_one_sum_at_every_number_of_ranks[llama-2-parallel0]",
     ),
@@ -143,8 +143,8 @@ FAULTS = (
     ),
     Fault(
         "model/adapters/merge.py",
-        "found = _whole(self._adapter, name)\n",
-        "found = 2 * _whole(self._adapter, name)\n",
+        "found = read_whole(self._adapter, name)\n",
+        "found = 2 * read_whole(self._adapter, name)\n",
         "distributed/test_adapters.py::test_what_is_exported_is_what_peft_loads_and_merges[llama-lora]",
     ),
     Fault(

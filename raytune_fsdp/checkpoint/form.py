@@ -28,7 +28,7 @@ from raytune_fsdp.model.export.write import ExportForm, WholeTensors
 from raytune_fsdp.model.network import stored_network
 from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.keys import match_keys, matched_weights, owned_tensors, rows_of_tokens
-from raytune_fsdp.model.weights.source import Weights
+from raytune_fsdp.model.weights.source import Weights, read_whole
 from raytune_fsdp.plan.run_dir import RECIPE_FILE
 
 _RECIPE_BYTES = 4 * MIB
@@ -158,7 +158,6 @@ class _Renamed:
         return {there: types[name] for there, name in self._here.items()}
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return several whole tensors, on the CPU."""
         found = self._own.read_all([self._here[name] for name in names])
         return {name: found[self._here[name]] for name in names}
 
@@ -191,11 +190,8 @@ class _Around:
         }
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return several whole tensors, on the CPU."""
         return {name: self._read(name) for name in names}
 
     def _read(self, name: str) -> torch.Tensor:
-        own, shape = self._here[name], self._shapes[name]
-        if own is not None:
-            return self._own.read_all([own])[own]
-        return self._rest.read(name, 0, shape[0] if shape else 1)
+        own = self._here[name]
+        return read_whole(self._rest, name) if own is None else self._own.read_all([own])[own]

@@ -37,12 +37,11 @@ from raytune_fsdp.checkpoint.merged import (
 from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.adapters.config_file import read_adapter_config
-from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import NEEDS_CODE, check_header, read_config, wants_code
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, CONFIG_FILE, is_known, travelling
 from raytune_fsdp.model.directory.needed_code import check_trusted
-from raytune_fsdp.model.directory.quantization import forget_quantization
+from raytune_fsdp.model.directory.quantization import make_plain
 from raytune_fsdp.model.directory.scoring import scoring_class
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in
 from raytune_fsdp.model.network import choose_experts, stored_network, with_stored_head
@@ -50,7 +49,7 @@ from raytune_fsdp.model.own_network import KEY, build_own, class_of
 from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.dequantize import check_packed
 from raytune_fsdp.model.weights.keys import check_report, check_shapes, match_keys, matched_weights, owned_tensors
-from raytune_fsdp.model.weights.source import Weights
+from raytune_fsdp.model.weights.source import Weights, read_whole
 from raytune_fsdp.plan.run_dir import MARK_FILE, MODEL_FILES, RECIPE_FILE, checkpoints_below, checkpoints_of
 
 _OF_THE_RUN = (RECIPE_FILE, ADAPTER_CONFIG_FILE, MARK_FILE)
@@ -246,7 +245,7 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
 
     def load() -> PreTrainedModel:
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        forget_flash_attention(hf_config)
+        make_plain(hf_config, quantized=True)
         try:
             kind: Any = AutoModelForCausalLM if own is None else class_of(own, hf_config)
             said = {"trust_remote_code": trust} if own is None else {}
@@ -290,8 +289,7 @@ class _AsWhole:
         return {name: self.read(name, 0, 0 if shape else 1).dtype for name, shape in self.shapes().items()}
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        shapes = self.shapes()
-        return {name: self.read(name, 0, shapes[name][0] if shapes[name] else 1) for name in names}
+        return {name: read_whole(self._weights, name) for name in names}
 
 
 def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTrainedModel:
@@ -301,8 +299,7 @@ def _built(weights: WholeWeights, files: Path, trust: bool, where: str) -> PreTr
         _compare(network, shapes, files, where)
     what = "does not describe a model that transformers can build"
     hf_config = _loaded(lambda: AutoConfig.from_pretrained(files, trust_remote_code=trust), files, what)
-    forget_quantization(hf_config)  # of the base of an adapter
-    forget_flash_attention(hf_config)
+    make_plain(hf_config)  # the base of an adapter may be quantized
     dtype = dtype_of(weights)
 
     def build() -> PreTrainedModel:

@@ -73,16 +73,22 @@ class ObjectStorage:
         return ObjectDraft(self, name, serial)
 
     def names(self) -> list[str]:
-        return [path.split("/")[0] for path in self._below("") if path.count("/") == 1 and path.endswith(_MANIFEST)]
+        return [path.split("/")[0] for path in self.sizes("") if path.count("/") == 1 and path.endswith(_MANIFEST)]
 
     def has_damaged(self) -> bool:
-        return any(path.endswith(DAMAGED) and parse_directory_name(path.split("/")[0]) for path in self._below(""))
+        return any(path.endswith(DAMAGED) and parse_directory_name(path.split("/")[0]) for path in self.sizes(""))
 
     def where(self, name: str) -> str:
         return f"{self.location}/{name}"
 
     def sizes(self, name: str) -> dict[str, int]:
-        return self._below(name)
+        """Return the size of every object below a directory, by its path from there. "": below the root."""
+        top, system = self._path(name), self._system()
+        if isinstance(system, pyarrow.fs.PyFileSystem):
+            system.handler.fs.invalidate_cache()  # of what fsspec has listed before: other processes write, too
+        selector = pyarrow.fs.FileSelector(top, allow_not_found=True, recursive=True)
+        found = patiently(f"listing {self.where(name)}", lambda: system.get_file_info(selector))
+        return {info.path[len(top) :].lstrip("/"): info.size for info in found if info.type == pyarrow.fs.FileType.File}
 
     def read(self, name: str, file: str, limit: int) -> bytes:
         def read() -> bytes:
@@ -122,7 +128,7 @@ class ObjectStorage:
         return True
 
     def clean(self, pinned: Pinned = not_pinned) -> None:
-        below = self._below("")
+        below = self.sizes("")
         whole = {path.split("/")[0] for path in below if path.endswith((_MANIFEST, _MANIFEST + DAMAGED))}
         for name in {path.split("/")[0] for path in below if path.endswith(f"/{_HIDDEN}")}:
             if parse_directory_name(name) is None:
@@ -156,15 +162,6 @@ class ObjectStorage:
                 sink.write(memoryview(content))
 
         patiently(f"writing {self.where(name)}/{file}", put)
-
-    def _below(self, name: str) -> dict[str, int]:
-        """Return the size of every object below a directory, by its path from there."""
-        top, system = self._path(name), self._system()
-        if isinstance(system, pyarrow.fs.PyFileSystem):
-            system.handler.fs.invalidate_cache()  # of what fsspec has listed before: other processes write, too
-        selector = pyarrow.fs.FileSelector(top, allow_not_found=True, recursive=True)
-        found = patiently(f"listing {self.where(name)}", lambda: system.get_file_info(selector))
-        return {info.path[len(top) :].lstrip("/"): info.size for info in found if info.type == pyarrow.fs.FileType.File}
 
     def _delete(self, name: str, file: str) -> None:
         def delete() -> None:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.machine import free_memory, free_space, this_node
 from raytune_fsdp.base.urls import is_url
 
@@ -21,9 +20,7 @@ from raytune_fsdp.base.urls import is_url
 def node_without_room(mine: int) -> dict[str, Any] | None:
     """Return the node that lacks most for the bytes that each of its ranks will copy; None if there is room.
     Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (this_node(), mine, free_memory()))
-    return _worst(everyone)
+    return _worst(on_all_ranks(lambda: (this_node(), mine, free_memory())))
 
 
 def _worst(everyone: Sequence[tuple[tuple[str, str], int, int]]) -> dict[str, Any] | None:

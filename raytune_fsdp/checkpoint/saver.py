@@ -24,15 +24,9 @@ from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import Ending, Outcome, SaveInFlight, SaveJob
 from raytune_fsdp.checkpoint.state import STATE, RunState, digest_of_state
 from raytune_fsdp.checkpoint.storage import Draft, Pinned, Storage, at_once, directory_name, not_pinned
-from raytune_fsdp.checkpoint.writing import (
-    PieceLayout,
-    Staging,
-    UpdatesAfterCopies,
-    hash_pieces,
-    make_layout,
-)
+from raytune_fsdp.checkpoint.writing import PieceLayout, Staging, hash_pieces, make_layout
 from raytune_fsdp.model.pieces.pieces import local_piece
-from raytune_fsdp.step.optim.update import Optimizer
+from raytune_fsdp.step.optim.update import Optimizer, UpdatesAfter
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +80,7 @@ class Saver:
     def guard(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         """Return the optimizer, kept from changing on this device what a save is still copying."""
         held = None if device.type == "cpu" else self.staging
-        return optimizer if held is None else UpdatesAfterCopies(optimizer, held)
+        return optimizer if held is None else UpdatesAfter(held.hold_updates, optimizer)
 
     def status(self) -> tuple[Ending | None, bool]:
         """Return how the last save ended, if rank 0 has yet to report that, and whether this rank is still busy.

@@ -48,13 +48,11 @@ class CheckpointWeights:
         return {name: dtype for name, (_, dtype) in self._stored.items()}
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return several whole tensors, on the CPU."""
         tensors = {self._prefix + n: torch.empty(self._stored[n][0], dtype=self._stored[n][1]) for n in names}
         read_tensors(tensors, self._storage, self._found.name, whole=False, index=self._index)
         return {name.removeprefix(self._prefix): tensor for name, tensor in tensors.items()}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop) on the CPU, in the stored type. A tensor without dimensions is read whole."""
         shape, dtype = self._stored[name]
         rows = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype)
         if rows.numel():

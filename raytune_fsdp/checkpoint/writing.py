@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,7 +26,6 @@ from raytune_fsdp.checkpoint.objects import patiently
 from raytune_fsdp.checkpoint.storage import Draft, Sink
 from raytune_fsdp.model.pieces.pieces import local_piece, piece_of
 from raytune_fsdp.model.weights.source import all_finite
-from raytune_fsdp.step.optim.update import Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,8 @@ def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     boxes = np.array([_cut_of(*box_of(tensor)) for tensor in tensors.values()], np.int64).reshape(-1, 4)
     world, rank = dist.get_world_size(), dist.get_rank()
     everyone: list[Any] = [None] * world
-    dist.gather_object((_hash_of(tensors), boxes), everyone if rank == 0 else None)
+    hashed = xxhash.xxh3_128_hexdigest("\n".join(tensors).encode())
+    dist.gather_object((hashed, boxes), everyone if rank == 0 else None)
     mine: list[Any] = [None] * world
     index = ""
     if rank == 0:
@@ -92,10 +92,6 @@ def make_layout(tensors: Mapping[str, torch.Tensor]) -> PieceLayout:
     }
     names = [*tensors]
     return PieceLayout(mine=tuple(names[number] for number in own[0]), rows=rows, tensors=index)
-
-
-def _hash_of(names: Iterable[str]) -> str:
-    return xxhash.xxh3_128_hexdigest("\n".join(names).encode())
 
 
 def _cut_of(offset: Sequence[int], shape: Sequence[int]) -> list[int]:
@@ -186,7 +182,7 @@ class Staging:
     """Memory for the pieces that this rank writes, allocated as one buffer at the first copy.
 
     A GPU copies on a stream of its own while the next step computes: whoever reads the pieces waits until they are
-    `here`, and the optimizer changes nothing before that (`UpdatesAfterCopies`).
+    `here`, and the optimizer changes nothing before that (`hold_updates`).
     """
 
     def __init__(self) -> None:
@@ -255,24 +251,6 @@ def _pin(owner: Staging, block: torch.Tensor, device: torch.device) -> None:
     logger.warning("%d bytes of host memory could not be pinned (CUDA error %d)", block.nbytes, int(error))
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
-
-
-class UpdatesAfterCopies:
-    """An optimizer that changes nothing that is still being copied."""
-
-    def __init__(self, optimizer: Optimizer, staging: Staging) -> None:
-        self._optimizer = optimizer
-        self._staging = staging
-
-    def init_state(self) -> None:
-        self._optimizer.init_state()
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._optimizer.state_tensors()
-
-    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
-        self._staging.hold_updates()
-        self._optimizer.step(lr_factor, found_inf)
 
 
 T = TypeVar("T")

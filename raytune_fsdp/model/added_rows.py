@@ -96,20 +96,16 @@ def train_rows(network: PreTrainedModel, added: Collection[int]) -> None:
     rows = _empty(inputs.weight, len(ids))
     tied = outputs.weight is inputs.weight
     head = HeadWithRows.extending(outputs, rows if tied else _empty(outputs.weight, len(ids)), ids)
-    _replace(network, inputs, EmbeddingWithRows(inputs, rows, ids))
-    _replace(network, outputs, head)
+    network.set_submodule(name_in(network, inputs), EmbeddingWithRows(inputs, rows, ids))
+    network.set_submodule(name_in(network, outputs), head)
 
 
 def _empty(weight: nn.Parameter, count: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(count, weight.shape[1], dtype=weight.dtype, device=weight.device))
 
 
-def _replace(network: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
-    parent, _, attribute = _name(network, old).rpartition(".")
-    setattr(network.get_submodule(parent), attribute, new)
-
-
-def _name(network: nn.Module, wanted: nn.Module) -> str:
+def name_in(network: nn.Module, wanted: nn.Module) -> str:
+    """Return the name of a network's module."""
     found: str = next(name for name, module in network.named_modules() if module is wanted)
     return found
 
@@ -122,7 +118,7 @@ def why_rows_not_alone(network: PreTrainedModel) -> str | None:
         for mark, field in (("modules_to_save", "modules_to_save"), ("base_layer", "target_modules")):
             if hasattr(module, mark):
                 return (
-                    f"{_name(network, module)} of a {kind} is trained by method.{field}, its rows of new tokens too: "
+                    f"{name_in(network, module)} of a {kind} is trained by method.{field}, its rows of new tokens too: "
                     f"leave it out of method.{field}, or set method.train_added_tokens=false"
                 )
     # A subclass may scale what it looks up, which is repeated for the rows, or do more (normalize it), which is not.

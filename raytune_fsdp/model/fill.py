@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.beat import beat
-from raytune_fsdp.base.collectives import on_all_ranks
+from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.model.network import init_buffers
 from raytune_fsdp.model.pieces.pieces import Piece, local_piece, piece_of
@@ -213,10 +213,9 @@ def _pieces(
 
 def _agree_on_dtypes(targets: list[Target], weights: Weights | None) -> list[torch.dtype]:
     """Broadcast the stored types, which only rank 0 can see."""
-    box: list[list[torch.dtype] | None] = [None]
-    if dist.get_rank() == 0:
+
+    def read() -> list[torch.dtype]:
         assert weights is not None, "rank 0 reads in rank0 mode"
-        box[0] = [weights.read(t.name, 0, 0).dtype for t in targets]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
+        return [weights.read(t.name, 0, 0).dtype for t in targets]
+
+    return on_rank0(read, what="read the types of the weights")

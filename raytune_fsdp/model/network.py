@@ -27,7 +27,6 @@ from raytune_fsdp.data.rows.own_code import OwnCode
 from raytune_fsdp.model.adapters.attach import attach
 from raytune_fsdp.model.adapters.config_file import adapter_instead
 from raytune_fsdp.model.added_rows import train_rows
-from raytune_fsdp.model.attention.choose import forget_flash_attention
 from raytune_fsdp.model.directory.bounds import (
     NEEDS_CODE,
     bounded_building,
@@ -38,11 +37,12 @@ from raytune_fsdp.model.directory.bounds import (
 )
 from raytune_fsdp.model.directory.named_class import built_on_meta
 from raytune_fsdp.model.directory.needed_code import function_in
-from raytune_fsdp.model.directory.quantization import forget_quantization, quantization_of
+from raytune_fsdp.model.directory.quantization import make_plain, quantization_of
 from raytune_fsdp.model.directory.scoring import check_head, scoring_class
 from raytune_fsdp.model.objective.routers import names_of_routers
 from raytune_fsdp.model.own_network import KEY, build_own, own_config
 from raytune_fsdp.model.score_head import head_of, put_score_head
+from raytune_fsdp.model.weights.keys import all_names
 
 MASTER_DTYPE = {
     "fp64": torch.float64,
@@ -69,8 +69,7 @@ def load_architecture(config: ModelConfig, directory: Path | None) -> Pretrained
     if config.init == "pretrained" and directory is not None:
         quantization_of(read_config(directory), f"model.path={config.path}")  # refuses what cannot be read
         check_head(hf_config, config.head, str(config.path))
-    forget_quantization(hf_config)
-    forget_flash_attention(hf_config)
+    make_plain(hf_config)
     for key, value in config.overrides.items():
         if not _has(text, key):
             raise ModelError(
@@ -417,9 +416,7 @@ def choose_trained(
 
 def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:
     """Train only weights whose name contains a match of one of these expressions. A tied weight counts by any name."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = all_names(network)
     every = [name for found in names.values() for name in found]
     for expression in trained:
         if not any(re.search(expression, name) for name in every):
@@ -429,5 +426,5 @@ def freeze(network: PreTrainedModel, trained: Sequence[str]) -> None:
                 f"method.trained: {expression!r} is found in the name of no weight of a {type(network).__name__}; they "
                 f"are called {', '.join(list(kinds)[:12])}"
             )
-    for parameter in network.parameters():
-        parameter.requires_grad_(any(re.search(each, name) for each in trained for name in names[id(parameter)]))
+    for first, parameter in network.named_parameters():
+        parameter.requires_grad_(any(re.search(each, name) for each in trained for name in names[first]))

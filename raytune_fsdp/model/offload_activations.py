@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,20 +30,22 @@ _BEHIND = 1
 computes, are on the device at a time."""
 
 
-class Copies(Protocol):
-    """Makes copies while the device computes."""
+class Copies:
+    """Makes copies while the device computes. On a CPU, as here, a copy is done before the host goes on."""
 
     def behind_compute(self) -> AbstractContextManager[None]:
         """Copy, in this context, only after everything that was queued for computation until now is done."""
+        return nullcontext()
 
     def mark(self) -> Any:
         """Mark the end of all copies until now."""
+        return None
 
     def hold_compute(self, mark: Any) -> None:
         """Hold what is computed from now on until the copies before the mark are done."""
 
 
-class _OnStream:
+class _OnStream(Copies):
     """Copies on a separate stream. Never run on a GPU in this form."""
 
     def __init__(self, device: torch.device) -> None:
@@ -63,19 +65,6 @@ class _OnStream:
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
-class _AtOnce:
-    """Copies on a CPU, where a copy is done before the host goes on."""
-
-    def behind_compute(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def mark(self) -> None:
-        return None
-
-    def hold_compute(self, mark: None) -> None:
-        pass
-
-
 @dataclass(slots=True)
 class _Away:
     """A tensor that is in the host's memory, or on its way there or back."""
@@ -90,7 +79,7 @@ class Offload:
 
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         self._cuda = device.type == "cuda"
-        self._copies: Copies = copies or (_OnStream(device) if self._cuda else _AtOnce())
+        self._copies = copies or (_OnStream(device) if self._cuda else Copies())
         self._layers: dict[int, list[_Away]] = {}
         # References, so that memory that is being copied is not given to something else: what was sent and the mark
         # after its copies, layer by layer, and what was fetched for layers that backward has not come to.
@@ -100,7 +89,10 @@ class Offload:
     @contextmanager
     def of(self, number: int, layer: nn.Module) -> Iterator[None]:
         """Move what `layer` keeps in this context to the host. It is layer `number` of a forward pass."""
-        self._give_up_coming()
+        # What was fetched for a backward pass that was abandoned halfway is dropped.
+        for mark, _ in self._coming.values():
+            self._copies.hold_compute(mark)
+        self._coming.clear()
         # Weights stay: FSDP frees and refills their memory itself. A DTensor computes with its local tensor.
         weights = {_storage(local_piece(parameter)) for parameter in layer.parameters()}
         # A tensor that several operations keep is sent once. It is held until the layer ends, so that none is taken for
@@ -139,12 +131,6 @@ class Offload:
         while len(self._leaving) > behind:
             mark, _ = self._leaving.popleft()
             self._copies.hold_compute(mark)
-
-    def _give_up_coming(self) -> None:
-        """Drop what was fetched for a backward pass that was abandoned halfway."""
-        for mark, _ in self._coming.values():
-            self._copies.hold_compute(mark)
-        self._coming.clear()
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):

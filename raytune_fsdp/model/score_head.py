@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.config.sections.model import HeadConfig
+from raytune_fsdp.model.added_rows import name_in
 from raytune_fsdp.model.objective.score_head import ScoreHead
 
 STORED = "score.weight"
@@ -29,10 +30,8 @@ def put_score_head(network: PreTrainedModel, config: HeadConfig) -> None:
             f"model.head.type={config.type}: the head of a {kind} is not one linear layer behind its decoder, in whose "
             "place this one would be: choose another model, such as Llama, Qwen or Gemma"
         )
-    name = next(name for name, module in network.named_modules() if module is old)
     head = ScoreHead(old.in_features, config.size, bias=False, device="meta", dtype=old.weight.dtype)
-    parent, _, attribute = name.rpartition(".")
-    setattr(network.get_submodule(parent), attribute, head.train(old.training))
+    network.set_submodule(name_in(network, old), head.train(old.training))
     for each in (network.config, network.config.get_text_config()):
         each.tie_word_embeddings = False
     network.all_tied_weights_keys = network.get_expanded_tied_weights_keys(all_submodels=True)
@@ -47,10 +46,9 @@ def head_of(network: PreTrainedModel) -> ScoreHead | None:
 def name_of_head(network: PreTrainedModel) -> str | None:
     """Return the name of the module that scores; None: the network predicts tokens."""
     head = head_of(network)
-    return None if head is None else next(name for name, module in network.named_modules() if module is head)
+    return None if head is None else name_in(network, head)
 
 
 def name_of_embedding(network: PreTrainedModel) -> str:
     """Return the name of the table of the network's tokens."""
-    table = network.get_input_embeddings()
-    return next(f"{name}.weight" for name, module in network.named_modules() if module is table)
+    return f"{name_in(network, network.get_input_embeddings())}.weight"

@@ -107,9 +107,5 @@ def as_long(config: FinetuneConfig, plan: Plan) -> FinetuneConfig:
     )
 
 
-def hours(found: Prediction) -> float:
-    return found.seconds.step * found.plan.steps / 3600
-
-
 def cost(found: Prediction, price: float | None) -> float | None:
-    return None if price is None else hours(found) * found.world * price
+    return None if price is None else found.hours * found.world * price

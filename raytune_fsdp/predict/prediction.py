@@ -111,6 +111,11 @@ class Prediction:
         """Tokens per second per device."""
         return self.tokens / self.seconds.step / self.world
 
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run."""
+        return self.seconds.step * self.plan.steps / 3600
+
 
 def predict(subject: ModelSpec, config: FinetuneConfig, plan: Plan | int, cluster: Cluster) -> Prediction:
     """Predict what a config needs. `plan` is the run's, or a number of GPUs where no more than a step is asked for."""
@@ -146,7 +151,7 @@ def traced(subject: ModelSpec, config: FinetuneConfig, plan: Plan, cluster: Clus
 def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Cluster) -> Prediction:
     """Return what a traced step takes on these devices."""
     device, world, memory = cluster.device, plan.layout.world, memory_of(found)
-    precision = config.parallel.precision
+    precision, counts = config.parallel.precision, found.counts
     rates = rates_of(
         device, compiled=config.parallel.compile in (True, "auto"), tf32=config.parallel.tf32,
         itemsize=compute_dtype(precision).itemsize, narrow=precision == "fp8",
@@ -180,14 +185,14 @@ def predict_from(found: Trace, config: FinetuneConfig, plan: Plan, cluster: Clus
         seconds=seconds,
         traffic=found.traffic,
         flops=training_flops(
-            found.architecture,
+            counts.architecture,
             tokens=tokens,
             targets=tokens,
             attended_pairs=tokens * (config.data.seq_len + 1) // 2,
         ),
-        parameters=found.parameters,
-        active=found.parameters.total - found.asleep,
-        largest=found.largest,
+        parameters=counts.parameters,
+        active=counts.parameters.total - counts.asleep,
+        largest=counts.largest,
         rates=rates.basis,
         reached=rates.reached,
         checkpoint=_checkpoint(found, memory.start.get("optimizer", 0), config),
@@ -200,4 +205,4 @@ def _checkpoint(found: Trace, state: int, config: FinetuneConfig) -> int:
     """Return the bytes of a checkpoint: for each trained number of the network, as many as rank 0 has for each of its
     own. Not rank 0's times the number of ranks: of a few rows, or where ranks share layers, it has another part."""
     numbers = found.trained_bytes / MASTER_DTYPE[config.parallel.precision].itemsize
-    return round(found.parameters.trainable * (found.trained_bytes + state) / numbers) if numbers else 0
+    return round(found.counts.parameters.trainable * (found.trained_bytes + state) / numbers) if numbers else 0

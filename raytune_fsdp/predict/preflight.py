@@ -25,7 +25,7 @@ from raytune_fsdp.model.attention.choose import choose
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict.advise.changes import with_changes
-from raytune_fsdp.predict.devices import Device, find_device
+from raytune_fsdp.predict.devices import GIB, Device, find_device
 from raytune_fsdp.predict.host import kept_at_once
 from raytune_fsdp.predict.memory import memory_of
 from raytune_fsdp.predict.prediction import PROCESS, Cluster, predict_from
@@ -35,8 +35,6 @@ from raytune_fsdp.run.resume_point import RunInputs
 from raytune_fsdp.step.precision import compute_dtype
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 TOO_MUCH = 1.1
 """A run is refused if its estimated peak is this many times what the device has; below that it is only warned of. What

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.predict.devices import Device
-from raytune_fsdp.predict.planned import cost, hours
+from raytune_fsdp.predict.planned import cost
 from raytune_fsdp.predict.prediction import Cluster, Prediction, predict_from, traced
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
@@ -38,10 +38,6 @@ class Suitable:
     price: float | None
     """The price of the whole run."""
 
-    @property
-    def hours(self) -> float:
-        return hours(self.prediction)
-
 
 def search(
     subject: ModelSpec,
@@ -63,7 +59,9 @@ def search(
     wants_bf16 = config.parallel.precision.startswith("bf16")
     wants_fp8 = config.parallel.precision == "fp8"
     offers = [each for each in offers if (each.device.bf16 or not wants_bf16) and (each.device.fp8 or not wants_fp8)]
-    for world in _sizes(config, per_node):
+    batches = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
+    # At most as many GPUs as a step has micro-batches, or parts.
+    for world in sizes(per_node, min(batches, _MOST_NODES * per_node)):
         fitting: dict[str, list[Suitable]] = {}
         for recompute in _RECOMPUTE:
             parallel = config.parallel.model_copy(update={"activation_checkpointing": recompute})
@@ -81,22 +79,16 @@ def search(
                 prediction = predict_from(same[kind], changed, here, cluster)
                 changes = {} if recompute == config.parallel.activation_checkpointing else {_FIELD: recompute}
                 each = Suitable(changes=changes, prediction=prediction, price=cost(prediction, offer.price))
-                if prediction.fits and (most_hours is None or each.hours <= most_hours):
+                if prediction.fits and (most_hours is None or prediction.hours <= most_hours):
                     fitting.setdefault(offer.device.name, []).append(each)
-        best += [min(found, key=lambda each: each.hours) for found in fitting.values()]
+        best += [min(found, key=lambda each: each.prediction.hours) for found in fitting.values()]
     priced = all(each.price is not None for each in best)
-    return sorted(best, key=lambda each: (each.price or 0.0) if priced else each.hours * each.prediction.world)
+    return sorted(
+        best, key=lambda each: (each.price or 0.0) if priced else each.prediction.hours * each.prediction.world
+    )
 
 
-def _sizes(config: FinetuneConfig, per_node: int) -> Iterator[int]:
-    """Yield 1, 2, 4 … GPUs of a machine, then whole machines; at most as many as a step has micro-batches, or parts."""
-    batches = config.train.global_batch // config.train.micro_batch * config.parallel.mesh.together
-    size = 1
-    while size < per_node:
-        if size <= batches:
-            yield size
-        size *= 2
-    nodes = 1
-    while nodes <= _MOST_NODES and nodes * per_node <= batches:
-        yield nodes * per_node
-        nodes *= 2
+def sizes(per_node: int, most: int) -> list[int]:
+    """Return numbers of GPUs, up to this many: 1, 2, 4 … of a machine, then 1, 2, 4 … machines."""
+    powers = [2**power for power in range(most.bit_length())]
+    return [each for each in powers if each < per_node] + [n * per_node for n in powers if n * per_node <= most]

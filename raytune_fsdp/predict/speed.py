@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.plan import Plan
@@ -68,27 +67,6 @@ _OTHER_ATTENTION = 0.5
 _ATTENTION_SORTS = ("attention", "attention backward")
 
 _MOVING = ("collective", "exchange", "sum")
-
-
-class Rates(Protocol):
-    """What a device does in a second."""
-
-    @property
-    def basis(self) -> str: ...
-
-    @property
-    def reached(self) -> float:
-        """What real steps reach of the sum of their operations."""
-
-    @property
-    def hides(self) -> bool:
-        """Whether collectives run during the computation, and take none of its time."""
-
-    def seconds(self, operations: Sequence[Operation]) -> float:
-        """Return the seconds of these operations, one after the other."""
-
-    def uncompiled(self) -> Rates:
-        """Return the rates where no graph is made of operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +144,12 @@ class Calibrated:
             return operation.flops / calibration.attention[f"{width} {way}"].at(*operation.sides)
         fused = (_NARROWING if operation.sort == "narrowing" else _FUSED) if self.compiled else 1
         return fused * operation.nbytes / calibration.elementwise.at(operation.nbytes, operation.nbytes)
+
+
+Rates = Published | Calibrated
+"""What a device does in a second. `reached`: what real steps reach of the sum of their operations. `hides`: whether
+collectives run during the computation, and take none of its time. `seconds` returns those of operations one after the
+other, and `uncompiled` the rates where no graph is made of operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

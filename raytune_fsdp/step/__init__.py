@@ -1,7 +1,6 @@
 """One optimizer step, and how a model is spread over ranks to take it.
 
-train_step.py      the step: tensors in, tensors out
-look_ahead.py      what a step must know of all its micro-batches first
+train_step.py      the step: tensors in, tensors out; what it must know of all its micro-batches first
 sums.py            sums a step over micro-batches and ranks; in_order.py: with the same bits at any number of ranks
 parallel.py        the mesh, and the units of sharding; precision.py: the types that a run computes in
 units.py           FSDP's own record of the units

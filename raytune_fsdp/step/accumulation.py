@@ -29,21 +29,13 @@ def add_gradients(
     units: Sequence[Unit],
     config: ParallelConfig,
     layout: Layout,
-    rounds: int,
+    micro_batches: int,
 ) -> None:
-    """Add gradients as the run began to. `how` is None if weights are not in 16 bits.
+    """Add gradients as the run began to, in a network that has its memory. `how` is None if weights are not in 16 bits.
 
-    `rounds`: the micro-batches of a rank in a full step.
+    `micro_batches`: those of a rank in a full step.
     """
-    if how is not None and how.name == FP32:
-        add_in_fp32(model, units, config, layout, rounds)
-
-
-def add_in_fp32(
-    model: nn.Module, units: Sequence[Unit], config: ParallelConfig, layout: Layout, micro_batches: int
-) -> None:
-    """Add gradients in fp32, in a network that has its memory. `micro_batches`: those of a rank in a full step."""
-    if micro_batches == 1:
+    if how is None or how.name != FP32 or micro_batches == 1:
         return
     if not isinstance(model, FSDPModule):
         for parameter in model.parameters():

@@ -11,22 +11,23 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import MicroBatch, StepBatches
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.config import OptimConfig, ParallelConfig
+from raytune_fsdp.model.objective.groups import OfMicroBatch
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective
 from raytune_fsdp.model.pieces.sums import copy_first_gradients
-from raytune_fsdp.plan.plan import Layout, Plan
-from raytune_fsdp.step.look_ahead import sum_over_step
+from raytune_fsdp.plan.division import Division
+from raytune_fsdp.plan.plan import Plan
+from raytune_fsdp.step.in_order import add_in_order
 from raytune_fsdp.step.optim.pieces import at, local_gradients
 from raytune_fsdp.step.optim.update import Optimizer
-from raytune_fsdp.step.parallel import set_gradient_sync
+from raytune_fsdp.step.parallel import evaluating, set_gradient_sync
 from raytune_fsdp.step.sums import Sums, SumsByRank
 
 FIRST_SCALE = 2.0**15
@@ -114,7 +115,9 @@ def train_step(
         # groups are made for this divisor, too (groups.py).
         (loss * (scale.value / targets).to(loss.dtype)).backward()  # type: ignore[no-untyped-call]
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    grads = _gradients(model, trained, plan.layout)
+    grads = local_gradients(trained)
+    if plan.layout.tensor > 1:
+        copy_first_gradients(model, trained, grads)
     totals = sums.over_ranks(trained, grads)
     # The same bits on every rank.
     loss_value, norm = totals.loss / targets, totals.squares.sqrt() / scale.value
@@ -137,6 +140,21 @@ def eval_step(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     return torch.stack([losses.total.double(), losses.right.sum().double(), targets])
 
 
+def sum_over_step(
+    model: PreTrainedModel, batches: StepBatches, division: Division, measure: OfMicroBatch
+) -> torch.Tensor:
+    """Return the sum of a number of each micro-batch, in their order, over all ranks: one pass without gradients, with
+    dropout off. Collective."""
+    rows = batches.counts.new_zeros(len(division.micro_batch_sizes(batches.step)), 1, dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches.micro_batches:
+            beat()
+            found = measure(model, batch)
+            if not batch.is_filler:
+                rows[batch.index] = found
+    return add_in_order(rows)[0]
+
+
 def _seed_dropout(seed: int, step: int, batch: MicroBatch) -> None:
     """Seed dropout by the micro-batch and its place in the run, not by the rank that happens to compute it."""
     key = derive_key("block", seed, step, batch.index) & (2**63 - 1)
@@ -151,14 +169,6 @@ def _by_dataset(losses: Losses, batch: MicroBatch, datasets: int) -> torch.Tenso
     figures, of = losses.groups or (torch.stack([losses.each.double(), losses.right.double()]), batch.targets.datasets)
     # A product, because index_add on a GPU adds in any order.
     return figures @ (of[:, None] == torch.arange(datasets, device=losses.each.device)).double()
-
-
-def _gradients(model: PreTrainedModel, trained: list[nn.Parameter], layout: Layout) -> list[torch.Tensor]:
-    """Return this rank's pieces of the gradients."""
-    found = local_gradients(trained)
-    if layout.tensor > 1:
-        copy_first_gradients(model, trained, found)
-    return found
 
 
 def _clip(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float | None, scale: LossScale) -> None:

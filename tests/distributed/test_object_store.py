@@ -90,11 +90,11 @@ def test_save_kill_resume_and_prune(busy: Throttling, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died"):
         run_ranks(train_and_die_while_saving, 2, config.model_dump())
     assert [found.step for found in committed(root)] == [6, 7]
-    left = set(storage_at(root)._below(""))  # type: ignore[attr-defined]
+    left = set(storage_at(root).sizes(""))
     assert any("step-00000009" in path for path in left), "what was being written is there, and is no checkpoint"
     assert trajectory(config, 2) == whole
     assert [found.step for found in committed(root)] == [9, 12]
-    left = set(storage_at(root)._below(""))  # type: ignore[attr-defined]
+    left = set(storage_at(root).sizes(""))
     assert {path.split("/")[0] for path in left} == {found.name for found in committed(root)}
     assert busy.refused > 0.2 * busy.asked
     from raytune_fsdp.cli.export import main as export

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.checkpoint.writing import Staging, UpdatesAfterCopies
+from raytune_fsdp.checkpoint.writing import Staging
 from raytune_fsdp.model.layers import set_training_forward
 from raytune_fsdp.model.offload_activations import Offload
 from raytune_fsdp.record.jsonl import read_events
+from raytune_fsdp.step.optim.update import UpdatesAfter
 from tests.gpu.test_gpu import losses, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -68,7 +69,7 @@ def test_a_copy_holds_what_was_there_when_it_began() -> None:
 
     tensors = {f"piece {n}": torch.zeros(2**24, device="cuda") for n in range(8)}
     staging, busy = Staging(), torch.randn(4096, 4096, device="cuda")
-    guarded = UpdatesAfterCopies(AddsOne(), staging)  # type: ignore[arg-type]
+    guarded = UpdatesAfter(staging.hold_updates, AddsOne())  # type: ignore[arg-type]
     staging.copy(tensors, list(tensors))
     for update in range(1, 6):
         for _ in range(20):

@@ -16,6 +16,7 @@ from raytune_fsdp.step.in_order import _row_sums
 from raytune_fsdp.step.optim.adafactor import _means
 from raytune_fsdp.step.optim.adamw import AdamW
 from raytune_fsdp.step.optim.groups import Group
+from raytune_fsdp.step.optim.update import Trained
 from tests.gpu.test_gpu import DEVICE, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -67,7 +68,9 @@ def test_adamw_rounds_alike_wherever_a_piece_ends() -> None:
 
     def updated(first: int, last: int) -> torch.Tensor:
         weight = nn.Parameter(numbers[first:last].clone())
-        optimizer = AdamW({"w": weight}, [Group(names=("w",), weight_decay=0.1)], OptimConfig(lr=1e-3), exact=True)
+        groups = [Group(names=("w",), weight_decay=0.1)]
+        weights = Trained({"w": weight}, groups, lr=1e-3, seed=0, stochastic_rounding=False)
+        optimizer = AdamW(weights, OptimConfig(lr=1e-3), exact=True)
         for times in (1.0, 0.5):
             weight.grad = gradient[first:last] * times
             optimizer.step(1.0, no_overflow)

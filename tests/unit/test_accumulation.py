@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from raytune_fsdp.config import ParallelConfig
+from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.step.accumulation import _Sum, add_in_fp32
+from raytune_fsdp.step.accumulation import FP32, _Sum, add_gradients
 
 ALONE = Layout(world=1, data_ranks=1, replicas=1, shard_size=1)
 PURE = ParallelConfig(precision="bf16_pure")
+IN_FP32 = KernelChoice(name=FP32, why="a test")
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -43,7 +45,7 @@ def test_gradients_of_micro_batches_are_rounded_once() -> None:
     each = [gradients(network(), block[None]) for block in blocks]
     right = [torch.stack(parts).float().sum(0).bfloat16() for parts in zip(*each, strict=True)]
     plain, model = network(), network()
-    add_in_fp32(model, [], PURE, ALONE, 6)
+    add_gradients(IN_FP32, model, [], PURE, ALONE, 6)
     assert any(not torch.equal(a, b) for a, b in zip(gradients(plain, blocks), right, strict=True))
     for _ in range(2):  # a step begins where no gradient is left
         for found, wanted in zip(gradients(model, blocks), right, strict=True):
@@ -68,5 +70,5 @@ def test_a_parameter_that_gets_its_first_gradient_later_loses_none() -> None:
 
 def test_a_step_of_one_micro_batch_needs_no_sum() -> None:
     model = network()
-    add_in_fp32(model, [], PURE, ALONE, 1)
+    add_gradients(IN_FP32, model, [], PURE, ALONE, 1)
     assert not any(parameter._backward_hooks for parameter in model.parameters())

@@ -295,7 +295,7 @@ def test_offload_leaves_weights_that_ranks_have_parts_of(monkeypatch: pytest.Mon
     assert [tensor.shape for tensor in sent] == [x.shape]
 
 
-class Story:
+class Story(offload_activations.Copies):
     """What is copied, and what waits for which copies, in the order in which the host asks for it."""
 
     def __init__(self) -> None:

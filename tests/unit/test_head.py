@@ -7,17 +7,18 @@ import torch
 from torch import nn
 
 from raytune_fsdp.base.errors import ConfigError
+from raytune_fsdp.config import ModelConfig
 from raytune_fsdp.model.attention.choose import KernelNeeds, logits_of
 from raytune_fsdp.model.objective import chunked_head
 from raytune_fsdp.model.objective.chunked_head import (
     LossHead,
     Shape,
-    choose_loss,
     install_chunked_loss,
     linear_cross_entropy,
 )
 from raytune_fsdp.model.objective.loss import micro_batch_loss, plain_losses
 from raytune_fsdp.model.objective.objective import Objective
+from raytune_fsdp.model.objective.score_head import choose_loss
 from raytune_fsdp.model.proof import documents
 from tests.models import ARCHITECTURES, EXPERTS, SCALED, build
 
@@ -201,10 +202,12 @@ def test_a_network_with_it_has_the_losses_and_gradients_of_its_own(name: str, at
 
 def test_which_loss_a_run_gets() -> None:
     any_, own = KernelNeeds(), KernelNeeds(plain_loss="its head is not one linear layer")
-    assert choose_loss("auto", any_, kept=None).name == "chunked"
-    assert choose_loss("auto", any_, kept="plain").name == "plain", "as the run began"
-    assert choose_loss("chunked", any_, kept="plain").name == "chunked"
-    assert choose_loss("plain", any_, kept="chunked").name == "plain"
-    assert choose_loss("auto", own, kept="chunked").name == "plain"
+    auto, chunked = ModelConfig(path="m", loss="auto"), ModelConfig(path="m", loss="chunked")
+    plain = ModelConfig(path="m", loss="plain")
+    assert choose_loss(auto, any_, kept=None).name == "chunked"
+    assert choose_loss(auto, any_, kept="plain").name == "plain", "as the run began"
+    assert choose_loss(chunked, any_, kept="plain").name == "chunked"
+    assert choose_loss(plain, any_, kept="chunked").name == "plain"
+    assert choose_loss(auto, own, kept="chunked").name == "plain"
     with pytest.raises(ConfigError, match=r"^model\.loss=chunked: its head is not one linear layer; set"):
-        choose_loss("chunked", own, kept=None)
+        choose_loss(chunked, own, kept=None)

@@ -23,7 +23,7 @@ from raytune_fsdp.step.optim.groups import check_groups
 from raytune_fsdp.step.optim.matrices import hidden_matrices
 from raytune_fsdp.step.optim.moments import EightBit, is_quantized
 from raytune_fsdp.step.optim.muon import orthogonal
-from raytune_fsdp.step.optim.update import LEVELS, Noise, to_bf16
+from raytune_fsdp.step.optim.update import LEVELS, Noise, drawn, to_bf16
 from tests.models import build
 from tests.runs import make_config
 from tests.unit.test_plan import config
@@ -193,17 +193,22 @@ def test_of_which_matrices_a_tensor_is_made(name: str, of: str, shapes: list[tup
 # ---- rounding ----
 
 
+def noise_of(noise: Noise, step: torch.Tensor, first: int, rows: int, columns: int) -> torch.Tensor:
+    """The noise of these rows and columns at a step."""
+    return drawn(noise.at(first, 0, step.device), step, torch.empty(rows, columns, device="meta"))
+
+
 def test_noise_is_looked_up_by_place_and_even() -> None:
     noise = Noise(3, "layers.0.weight", "weight")
     step = torch.tensor(5.0)
-    whole = noise.of(step, 0, 300, 400)
-    assert torch.equal(noise.of(step, 100, 7, 400), whole[100:107]), "whatever rows a rank has"
+    whole = noise_of(noise, step, 0, 300, 400)
+    assert torch.equal(noise_of(noise, step, 100, 7, 400), whole[100:107]), "whatever rows a rank has"
     assert int(whole.min()) >= 0 and int(whole.max()) < LEVELS
     for other in (
-        noise.of(torch.tensor(6.0), 0, 300, 400),
-        Noise(4, "layers.0.weight", "weight").of(step, 0, 300, 400),
-        Noise(3, "layers.1.weight", "weight").of(step, 0, 300, 400),
-        Noise(3, "layers.0.weight", "exp_avg").of(step, 0, 300, 400),
+        noise_of(noise, torch.tensor(6.0), 0, 300, 400),
+        noise_of(Noise(4, "layers.0.weight", "weight"), step, 0, 300, 400),
+        noise_of(Noise(3, "layers.1.weight", "weight"), step, 0, 300, 400),
+        noise_of(Noise(3, "layers.0.weight", "exp_avg"), step, 0, 300, 400),
         whole.roll(1, 0),
         whole.roll(1, 1),
     ):
@@ -215,7 +220,7 @@ def test_noise_is_looked_up_by_place_and_even() -> None:
 
 
 def test_bf16_is_right_on_average() -> None:
-    noise = Noise(0, "w", "weight").of(torch.tensor(1.0), 0, 1000, 100)
+    noise = noise_of(Noise(0, "w", "weight"), torch.tensor(1.0), 0, 1000, 100)
     for value in (1.0003, -3.01, 1e-20, 0.0, math.inf):
         rounded = to_bf16(torch.full((1000, 100), value), noise).double()
         assert len(rounded.unique()) <= 2
@@ -233,7 +238,7 @@ def test_eight_bits_are_near_and_right_on_average(squares: bool, columns: int) -
     tables, groups = kept.tables(torch.device("cpu")), (60, -(-columns // 256), min(256, columns))
     value = torch.randn(groups, generator=torch.Generator().manual_seed(0)) ** (2 if squares else 1) * 1e-9
     value[3] = 0.0
-    noise = Noise(0, "w", "exp_avg").of(torch.tensor(1.0), 0, 60, columns).view(groups)
+    noise = noise_of(Noise(0, "w", "exp_avg"), torch.tensor(1.0), 0, 60, columns).view(groups)
     stored = kept.write(value, tables, noise)
     assert stored[""].dtype == torch.uint8 and stored["_scale"].shape == (*groups[:2], 1)
     back = kept.read(stored, tables, torch.float32)

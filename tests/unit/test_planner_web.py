@@ -25,10 +25,11 @@ from raytune_fsdp.plan.plan import resolve
 from raytune_fsdp.predict.devices import DEVICES
 from raytune_fsdp.predict.page import document, grid
 from raytune_fsdp.predict.page.document import PlanServer
-from raytune_fsdp.predict.page.points import Points, changed, offered, read_choice, sizes, start_of
+from raytune_fsdp.predict.page.points import Points, changed, offered, read_choice, start_of
 from raytune_fsdp.predict.page.text import as_data
 from raytune_fsdp.predict.planned import planned
 from raytune_fsdp.predict.prediction import Cluster, predict
+from raytune_fsdp.predict.search import sizes
 from raytune_fsdp.predict.subject import ModelSpec
 from tests.browser import CHROMIUM, Browser
 
@@ -151,7 +152,7 @@ def test_a_choice_changes_what_it_names_and_nothing_else() -> None:
     assert all(getattr(start, name) in values for name, values in among.items())
     kept = changed(small(), read_choice([("method", "qlora")], start_of(small(), "L4", 1), offered(start, 8)), 8)
     assert (kept.method.type, kept.method.rank) == ("qlora", 8)  # type: ignore[union-attr]
-    assert sizes(8) == [1, 2, 4, 8, 16, 32, 64, 128, 256] and sizes(6)[:5] == [1, 2, 4, 6, 12]
+    assert sizes(8, 256) == [1, 2, 4, 8, 16, 32, 64, 128, 256] and sizes(6, 256)[:5] == [1, 2, 4, 6, 12]
     with pytest.raises(ConfigError, match="gpus=512 is not offered"):
         read_choice([("gpus", "512")], start, among)
 

@@ -72,8 +72,9 @@ def attach(network: PreTrainedModel, method: AdapterMethod, adapted: Collection[
     except Exception as error:  # nothing matched, or PEFT cannot adapt what did, which can fail in many ways
         raise _unfit(network, method, error) from error
     if head is not None and name_of_head(network) is None:
+        field = "target_modules" if is_adapter_layer(network.get_submodule(head)) else "modules_to_save"
         raise ConfigError(
-            f"method.{_field_of(network, head)} means {head}, too, the head that scores, which is trained whole in any "
+            f"method.{field} means {head}, too, the head that scores, which is trained whole in any "
             "case (model.head): leave it out there"
         )
     _check_each(network, method, routers)
@@ -109,11 +110,6 @@ def _peft_config(
         modules_to_save=[*method.modules_to_save, *(routers if method.routers == "trained" else [])] or None,
         task_type="CAUSAL_LM",
     )
-
-
-def _field_of(network: PreTrainedModel, name: str) -> str:
-    """Return the field of the method by which PEFT has wrapped a module."""
-    return "target_modules" if is_adapter_layer(network.get_submodule(name)) else "modules_to_save"
 
 
 def _check_tied(network: PreTrainedModel, saved: list[str]) -> None:
@@ -378,7 +374,8 @@ class AdaptedWeights:
         self._given = {} if adapter is None else adapter.shapes()
         self._tensors = owned_tensors(network)
         self._rows = added_rows_of(network)
-        self._turned = set(_turned(network))
+        # Adapted modules whose weights are stored input first (GPT-2's Conv1D).
+        self._turned = {name for name, each in network.named_modules() if getattr(each, "fan_in_fan_out", False)}
         self._drawn: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -434,13 +431,6 @@ class AdaptedWeights:
         squares = sum(part.double().square().sum(0) for part in parts)
         assert isinstance(squares, torch.Tensor)
         return squares.sqrt().float()[start:stop]
-
-
-def _turned(network: PreTrainedModel) -> Iterator[str]:
-    """Yield the names of the adapted modules whose weights are stored input first (GPT-2's Conv1D)."""
-    for name, module in network.named_modules():
-        if getattr(module, "fan_in_fan_out", False):
-            yield name
 
 
 def check_adapter_shapes(

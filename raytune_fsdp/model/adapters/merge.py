@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.model.adapters.attach import adapter_tensors, added_rows_of, base_name, is_adapter_layer
 from raytune_fsdp.model.score_head import name_of_head
-from raytune_fsdp.model.weights.source import Weights
+from raytune_fsdp.model.weights.source import Weights, read_whole
 
 
 class MergedWeights:
@@ -53,11 +53,9 @@ class MergedWeights:
         return torch.promote_types(stored, torch.float32) if changed else stored
 
     def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Read several whole tensors, on the CPU."""
         return {name: self._read(name) for name in names}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows [start, stop), on the CPU. A tensor without dimensions is read whole."""
         if name in self._rows:
             return self._with_rows(name, start, stop)
         if name in self._whole:
@@ -78,10 +76,10 @@ class MergedWeights:
     @torch.no_grad()
     def _read(self, name: str) -> torch.Tensor:
         if name in self._whole:
-            return _whole(self._adapter, self._whole[name])
+            return read_whole(self._adapter, self._whole[name])
         if name in self._rows:
             return self._with_rows(name, 0, self._base.shapes()[name][0])
-        tensor = _whole(self._base, name)
+        tensor = read_whole(self._base, name)
         for prefix, layer in self._layers.get(name, []):
             tensor = self._merged(prefix, layer, name.rpartition(".")[2], tensor)
         return tensor
@@ -101,7 +99,7 @@ class MergedWeights:
             inner = name.removeprefix(f"{prefix}.")
             if inner != name and not inner.startswith("base_layer."):
                 # At least in fp32, as an exported adapter is: products in bf16 would be rounded to bf16.
-                found = _whole(self._adapter, name)
+                found = read_whole(self._adapter, name)
                 _set(layer, inner, found.to(torch.promote_types(found.dtype, torch.float32)))
         base = layer.get_base_layer()  # type: ignore[operator]
         for each in _changed(layer):
@@ -120,11 +118,6 @@ def _changed(layer: nn.Module) -> tuple[str, ...]:
     base = layer.get_base_layer()  # type: ignore[operator]
     factors = hasattr(layer, "ia3_l") and not layer.is_feedforward and base.bias is not None
     return (weight, "bias") if factors else (weight,)
-
-
-def _whole(weights: Weights, name: str) -> torch.Tensor:
-    shape: Mapping[str, tuple[int, ...]] = weights.shapes()
-    return weights.read(name, 0, shape[name][0] if shape[name] else 1)
 
 
 def _set(module: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.errors import ConfigError, ModelError
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.model.adapters.attach import ADAPTER, base_name, is_adapter_layer
-from raytune_fsdp.model.weights.source import Weights, all_finite
+from raytune_fsdp.model.weights.source import Weights, all_finite, read_whole
 
 _AT_ONCE = 1 << 20
 """Numbers of a weight that are computed at a time, in fp64. Each part starts at a fixed row, so that a row has the same
@@ -162,7 +162,7 @@ class PrincipalInit:
 
 @torch.no_grad()
 def _parts(base: Weights, name: str, pair: Pair, init: str, seed: int) -> dict[str, torch.Tensor]:
-    stored = base.read(name, 0, base.shapes()[name][0])
+    stored = read_whole(base, name)
     if not all_finite(stored):
         raise ModelError(f"{base.where(name)} has values that are not finite (NaN or infinity): use another model")
     stored = stored.T if pair.turned else stored
@@ -200,7 +200,6 @@ class ResidualWeights:
     def __init__(self, inner: Weights, initial: Weights, network: PreTrainedModel) -> None:
         self._inner, self._initial = inner, initial
         self._shapes = inner.shapes()
-        self._began = initial.shapes()
         self._pairs = pairs_of(network)
         self._last: tuple[Pair, torch.Tensor, torch.Tensor | None] | None = None
         """What all rows of a weight need: the pair's first matrix, and the second if the weight is `turned`."""
@@ -226,16 +225,14 @@ class ResidualWeights:
     def _rest(self, name: str, start: int, stop: int) -> torch.Tensor:
         rows, pair = self._inner.read(name, start, stop), self._pairs[name]
         if self._last is None or self._last[0] != pair:  # kept, because the other rows are read next
-            self._last = pair, self._whole(pair.a), self._whole(pair.b) if pair.turned else None
+            first = read_whole(self._initial, pair.a).double()
+            self._last = pair, first, read_whole(self._initial, pair.b).double() if pair.turned else None
         _, a, b = self._last
         part = self._initial.read(pair.b, start, stop).double() @ a if b is None else a[:, start:stop].T @ b.T
         return rows.double().sub_(part.mul_(pair.scaling)).to(torch.promote_types(rows.dtype, torch.float32))
 
     def where(self, name: str) -> str:
         return self._inner.where(name)
-
-    def _whole(self, name: str) -> torch.Tensor:
-        return self._initial.read(name, 0, self._began[name][0]).double()
 
 
 class PlainAdapter:

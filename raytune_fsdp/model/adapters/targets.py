@@ -64,8 +64,7 @@ def read_past(network: PreTrainedModel) -> dict[str, str]:
 
 def routers_of_method(network: PreTrainedModel, method: AdapterMethod) -> list[str]:
     """Return the names of the modules that choose experts, if the method says what becomes of them."""
-    asked = isinstance(method, LoraMethod) and method.routers is not None
-    return names_of_routers(network) if asked else []
+    return names_of_routers(network) if isinstance(method, LoraMethod) and method.routers is not None else []
 
 
 def is_expression(targets: object) -> bool:

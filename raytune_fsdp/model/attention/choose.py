@@ -136,16 +136,6 @@ def _first(candidates: list[str], fails: Fails) -> tuple[str | None, list[str]]:
     return None, failed
 
 
-def forget_flash_attention(hf_config: PretrainedConfig) -> None:
-    """Take flash attention out of a config.
-
-    transformers builds no network with it where there is no GPU, and `model.attention` says which attention a run has.
-    """
-    for each in (hf_config, hf_config.get_text_config()):
-        if str(each._attn_implementation).startswith("flash_attention"):
-            each._attn_implementation = None
-
-
 def set_attention(model: PreTrainedModel, choice: KernelChoice) -> KernelChoice:
     """Give the network this attention; return the choice with the attention's name."""
     built = model.config._attn_implementation

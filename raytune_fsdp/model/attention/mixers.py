@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import Borders
 from raytune_fsdp.model.attention.calls import Unfit
 
 BY_DOCUMENT = "by_document"
@@ -104,15 +103,12 @@ def _begin(documents: Documents, _: nn.Module, args: Any, kwargs: dict[str, Any]
     if kwargs.get("use_cache") is not False or (borders is None and positions is None):
         documents.end()
     elif borders is not None:
-        documents.begin(_lengths(borders), borders.starts.device)
+        lengths = borders.lengths or np.diff(borders.starts.tolist()).tolist()
+        documents.begin(lengths, borders.starts.device)
     elif positions is not None:  # the host waits for the device here: a run has borders
         starts = positions.reshape(-1).eq(0).nonzero().flatten().tolist()
         documents.begin(np.diff([*starts, positions.numel()]).tolist(), positions.device)
     return args, kwargs
-
-
-def _lengths(borders: Borders) -> Sequence[int]:
-    return borders.lengths or np.diff(borders.starts.tolist()).tolist()
 
 
 def _places(lengths: Sequence[int]) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:

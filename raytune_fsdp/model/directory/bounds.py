@@ -82,7 +82,7 @@ _SAME = {
 
 _MOST_TENSORS = 200_000
 """Tensors of a network. The 384 experts in each of Kimi K2's 60 layers are 70,000, each in a module of its own."""
-_HEADER_BYTES = 100 << 20
+HEADER_BYTES = 100 << 20
 """Largest header of a safetensors file, the library's own limit."""
 _BUFFER_BYTES = 1 << 30
 """Bytes of a network's buffers. The masks of a GPT-J, its largest buffers, are 117 MB."""
@@ -253,13 +253,8 @@ def check_header(file: Path) -> None:
         if begin == GIT_LFS[:8] and begin + source.read(len(GIT_LFS) - 8) == GIT_LFS:
             raise UnsoundError(IS_POINTER)
         length = int.from_bytes(begin, "little")
-        check_header_size(length)
+        check_size(length, HEADER_BYTES)
         check_tensors(source.read(length))
-
-
-def check_header_size(length: int) -> None:
-    """Refuse a safetensors header that is longer than the library would read."""
-    check_size(length, _HEADER_BYTES)
 
 
 def check_tensors(header: bytes) -> None:

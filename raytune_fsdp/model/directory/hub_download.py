@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import socket
 import stat
 import time
@@ -19,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, in_one_line
+from raytune_fsdp.base.machine import free_space
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.base.untrusted import open_regular, shown
 from raytune_fsdp.model.directory.hub_weights import (
@@ -222,10 +222,7 @@ def _check_room(hub: HubWeights, blobs: Mapping[str, Path]) -> None:
     for name, blob in blobs.items():
         there = max(size_of(blob), size_of(blob.with_name(f"{blob.name}.incomplete")), 0)
         needed += max(0, hub.sizes[name] - there)
-    place = cache()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = free_space(cache())
     if needed > free:
         raise ModelError(
             f"{hub.what}: its weights need {needed / 1e9:,.1f} GB more on {socket.gethostname()}, and {named_cache()} "

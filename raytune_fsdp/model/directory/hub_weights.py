@@ -19,8 +19,8 @@ from pathlib import Path
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import ModelError, in_one_line, setting
 from raytune_fsdp.base.threads import READERS, in_thread
-from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, parse_json, read_json, reason, shown
-from raytune_fsdp.model.directory.bounds import check_header_size, check_tensors
+from raytune_fsdp.base.untrusted import MIB, UnsoundError, check_size, is_count, parse_json, read_json, reason, shown
+from raytune_fsdp.model.directory.bounds import HEADER_BYTES, check_tensors
 from raytune_fsdp.model.directory.tensorfile import DTYPES
 
 HUB_SECONDS = 4
@@ -225,7 +225,7 @@ def _header(hub: HubWeights, name: str) -> bytes:
     size = hub.sizes[name]
     begin = _bytes_of(hub, name, 0, min(size, _FIRST_BYTES)) if size >= 8 else b""
     length = int.from_bytes(begin[:8], "little")
-    check_header_size(length)
+    check_size(length, HEADER_BYTES)
     if len(begin) < 8 or 8 + length > size:
         raise UnsoundError(f"has {size} bytes, and says that its header alone has {length}")
     text = begin[8 : 8 + length]

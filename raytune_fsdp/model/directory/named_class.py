@@ -23,10 +23,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from raytune_fsdp.base.errors import ModelError, first_line
-from raytune_fsdp.model.attention.choose import forget_flash_attention
+from raytune_fsdp.model.added_rows import name_in
 from raytune_fsdp.model.directory.bounds import bounded_building, check_buffers, read_config
 from raytune_fsdp.model.directory.needed_code import function_in
-from raytune_fsdp.model.directory.quantization import forget_quantization
+from raytune_fsdp.model.directory.quantization import make_plain
 from raytune_fsdp.model.directory.scoring import SCORE, kind_for, kind_of, no_class_for
 from raytune_fsdp.model.score_head import name_of_head
 
@@ -41,8 +41,7 @@ def built_on_meta(directory: Path, make: Callable[[PretrainedConfig], PreTrained
     try:
         with torch.device("meta"), bounded_building():
             hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            forget_quantization(hf_config)
-            forget_flash_attention(hf_config)
+            make_plain(hf_config)
             model = make(hf_config)
     except ModelError:
         raise
@@ -204,7 +203,7 @@ def _places(own: PreTrainedModel, there: PreTrainedModel) -> dict[str, str] | No
     for mine, others in ((own.get_decoder(), there.get_decoder()), heads):
         if mine is None or others is None or type(others) is not type(mine):
             return None
-        found[_name(own, mine)] = _name(there, others)
+        found[name_in(own, mine)] = name_in(there, others)
     tensors = there.state_dict()
     return found if all(_moved(name, found) in tensors for name in own.state_dict()) else None
 
@@ -215,7 +214,7 @@ def _scoring_places(own: PreTrainedModel, head: str, there: PreTrainedModel) -> 
     if type(getattr(there, SCORE, None)) is not nn.Linear or type(decoders[0]) is not type(decoders[1]):
         return None
     tensors, outside = there.state_dict().keys(), _outside(there)
-    for rest in ({"": ""}, {_name(own, decoders[0]): _name(there, decoders[1])}):
+    for rest in ({"": ""}, {name_in(own, decoders[0]): name_in(there, decoders[1])}):
         places = {**rest, head: SCORE}
         moved = {_moved(name, places) for name in own.state_dict()}
         more = (name for name in tensors - moved if all(_inner(name, part) is None for part in outside))
@@ -224,17 +223,12 @@ def _scoring_places(own: PreTrainedModel, head: str, there: PreTrainedModel) -> 
     return None
 
 
-def _name(network: nn.Module, wanted: nn.Module) -> str:
-    found: str = next(name for name, module in network.named_modules() if module is wanted)
-    return found
-
-
 def _outside(network: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the largest modules that are neither decoder nor head, nor contain or lie in them."""
     if network.config.get_text_config() is network.config:
         return ()
     parts = network.get_decoder(), network.get_output_embeddings() or getattr(network, SCORE, None)
-    inside = [_name(network, each) for each in parts if each is not None]
+    inside = [name_in(network, each) for each in parts if each is not None]
     found: list[str] = []
     for name, module in network.named_modules():
         around = any(_inner(each, name) is not None for each in inside)

@@ -100,8 +100,14 @@ def quantization_of(values: Mapping[str, Any], what: str) -> Quantization | None
     return Quantization(method="fp8", block=(sizes[0], sizes[1]))
 
 
-def forget_quantization(hf_config: PretrainedConfig) -> None:
-    """Take quantization out of a config: the network's weights are no longer quantized, nor are those that it saves."""
+def make_plain(hf_config: PretrainedConfig, *, quantized: bool = False) -> None:
+    """Take flash attention out of a config, and quantization unless the network's weights are still `quantized`.
+
+    transformers builds no network with flash attention where there is no GPU, and `model.attention` says which
+    attention a run has. Weights that are no longer quantized are not so when they are saved, either.
+    """
     for each in (hf_config, hf_config.get_text_config()):
-        if hasattr(each, _KEY):
+        if hasattr(each, _KEY) and not quantized:
             delattr(each, _KEY)
+        if str(each._attn_implementation).startswith("flash_attention"):
+            each._attn_implementation = None

@@ -64,7 +64,8 @@ class WholeTensors(Protocol):
 
     def dtypes(self) -> dict[str, torch.dtype]: ...
 
-    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]: ...
+    def read_all(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Read several whole tensors, on the CPU."""
 
 
 _HASHERS = 2

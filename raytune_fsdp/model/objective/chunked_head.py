@@ -21,9 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.batch import Targets, Taught
-from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.model.added_rows import HeadWithRows, with_rows
-from raytune_fsdp.model.attention.choose import KernelChoice, KernelNeeds
+from raytune_fsdp.model.added_rows import HeadWithRows, name_in, with_rows
 from raytune_fsdp.model.objective.losses import Losses
 from raytune_fsdp.model.objective.objective import CROSS_ENTROPY, Objective, losses_and_gradients
 from raytune_fsdp.model.objective.own_loss import Bent
@@ -76,17 +74,41 @@ class NewRows(NamedTuple):
     ids: torch.Tensor
 
 
-class LossHead(HeadWithRows):
+class Aimed(nn.Module):
+    """An output embedding that computes losses if it has targets."""
+
+    _targets: Targets | None = None
+    _objective: Objective = CROSS_ENTROPY
+    losses: Losses | None = None
+
+    @contextmanager
+    def aimed_at(self, targets: Targets, objective: Objective = CROSS_ENTROPY) -> Iterator[None]:
+        """Set the targets: in this context a forward pass of the network sets `losses`, and has no logits."""
+        self._targets, self._objective, self.losses = targets, objective, None
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def _in_place_of_logits(self, losses: Losses) -> torch.Tensor:
+        """Keep the losses. Return one number, for the network to cap and scale as it likes.
+
+        Gradients must come back through it, since FSDP gathers weights for backward when they reach what a module has
+        returned.
+        """
+        output = losses.total[None, None, None].clone()  # FSDP warns of views
+        self.losses = replace(losses, total=output.sum())
+        return output
+
+
+class LossHead(Aimed, HeadWithRows):
     """An output embedding that computes losses directly if it has targets; otherwise it returns logits.
 
     The product is computed in this module's own forward pass, because only then FSDP has gathered the weight.
     """
 
     shape: Shape
-    _targets: Targets | None = None
     _asked: tuple[torch.Tensor, Ask, list[Taught]] | None = None
-    _objective: Objective = CROSS_ENTROPY
-    losses: Losses | None = None
     stands_for: str | None = None
     """The type of device whose chunk size is used; None: that of the device that computes."""
     vocabulary: VocabularyPart | None = None
@@ -103,15 +125,6 @@ class LossHead(HeadWithRows):
         if isinstance(linear, HeadWithRows):
             head.added_rows, head.ids = linear.added_rows, linear.ids
         return head.train(linear.training)
-
-    @contextmanager
-    def aimed_at(self, targets: Targets, objective: Objective = CROSS_ENTROPY) -> Iterator[None]:
-        """Set the targets: in this context a forward pass of the network sets `losses`, and has no logits."""
-        self._targets, self._objective, self.losses = targets, objective, None
-        try:
-            yield
-        finally:
-            self._targets = None
 
     @contextmanager
     def asked(self, places: torch.Tensor, ask: Ask) -> Iterator[list[Taught]]:
@@ -145,12 +158,7 @@ class LossHead(HeadWithRows):
             bent = self._objective.bends.bend(-plain, self._targets)
         if self._objective.distillation is not None:
             lesson = self._objective.distillation.lesson(self._targets, hidden.new_empty(0, dtype=_wide(hidden)))
-        losses = compute(bent=bent, lesson=lesson)
-        # One number in place of the logits, for the network to cap and scale as it likes. Gradients must come back
-        # through it, since FSDP gathers weights for backward when they reach what a module has returned.
-        output = losses.total[None, None, None].clone()  # FSDP warns of views
-        self.losses = replace(losses, total=output.sum())
-        return output
+        return self._in_place_of_logits(compute(bent=bent, lesson=lesson))
 
     def _answer(
         self,
@@ -174,22 +182,7 @@ class LossHead(HeadWithRows):
 def install_chunked_loss(model: PreTrainedModel) -> None:
     """Replace the network's output embedding, which must be an `nn.Linear`, with a `LossHead`."""
     old = model.get_output_embeddings()
-    name = next(name for name, module in model.named_modules() if module is old)
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, LossHead.of(old, Shape.of(model.config)))
-
-
-def choose_loss(asked: str, needs: KernelNeeds, *, kept: str | None) -> KernelChoice:
-    """Choose how the losses of a run are computed. `kept`: the choice of its checkpoint; None: no checkpoint yet."""
-    if asked == "chunked" and needs.plain_loss:
-        raise ConfigError(f"model.loss=chunked: {needs.plain_loss}; set model.loss=auto")
-    if asked != "auto":
-        return KernelChoice(name=asked, why="as model.loss says")
-    if needs.plain_loss:
-        return KernelChoice(name="plain", why=needs.plain_loss)
-    if kept is not None:
-        return KernelChoice(name=kept, why="as the run began")
-    return KernelChoice(name="chunked", why="without the logits of a whole micro-batch")
+    model.set_submodule(name_in(model, old), LossHead.of(old, Shape.of(model.config)))
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch.distributed import ProcessGroup
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from raytune_fsdp.base.batch import GROUP_COLUMNS, MicroBatch, Targets
 from raytune_fsdp.config.sections.objectives import KtoObjective, ObjectiveChoice
-from raytune_fsdp.model.objective.judged import Formula, GroupDocuments
+from raytune_fsdp.model.objective.judged import GroupDocuments
 from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.losses import Recorded
@@ -31,6 +31,10 @@ from raytune_fsdp.model.objective.own_loss import Bent, StandIn
 from raytune_fsdp.model.objective.preference import PairLoss, PairObjective
 from raytune_fsdp.model.objective.told import Told
 from raytune_fsdp.plan.step_counts import GROUPS, TARGETS, TERM_TOKENS
+
+Formula = KtoLoss | PairLoss
+"""The loss of groups of two documents; `sft_weight` is the weight of their terms of cross-entropy. The loss of KTO
+depends on all groups of the global batch."""
 
 Reference = Callable[[PreTrainedModel, MicroBatch], torch.Tensor]
 """Returns the reference's log-probabilities of a micro-batch's answers, in fp64 on its device, in the order of its
@@ -121,7 +125,7 @@ class GroupObjective:
         """Return the loss in a step with these `StepCounts`. Collective."""
         targets, groups, tokens = (counts[place].clamp(min=1).double() for place in (TARGETS, GROUPS, TERM_TOKENS))
         step = replace(self, per_group=targets / groups, per_token=targets / tokens, known={})
-        if not self.formula.looks_ahead:
+        if not isinstance(self.formula, KtoLoss):
             return step
         return replace(step, kl=self.formula.estimate(over_step(step.ahead), groups))
 
@@ -138,14 +142,14 @@ class GroupObjective:
 
     def ahead(self, model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
         """Return what the groups of a micro-batch that begin on this rank add to what all losses depend on."""
+        assert isinstance(self.formula, KtoLoss)
         return self.formula.ahead(self.own(model, batch)).sum()
 
     def own(self, model: PreTrainedModel, batch: MicroBatch) -> GroupDocuments:
         """Return the documents of the groups of a micro-batch that this rank counts. Collective, without gradients."""
         documents, mine = self.measured(model, batch)
         vectors = {each.name: getattr(documents, each.name) for each in fields(documents)}
-        part: Any = {name: None if vector is None else vector[mine] for name, vector in vectors.items()}
-        return GroupDocuments(**part)
+        return replace(documents, **{name: vector[mine] for name, vector in vectors.items() if vector is not None})
 
     def measured(self, model: PreTrainedModel, batch: MicroBatch) -> tuple[GroupDocuments, slice]:
         """Return the documents of a micro-batch, of a part those of all of it; and which of them this rank counts.

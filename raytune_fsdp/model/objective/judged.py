@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -51,27 +51,6 @@ class Judged(NamedTuple):
     """The cross-entropy of each, as a function of `GroupDocuments.whole`."""
     figures: torch.Tensor
     """[KINDS, groups]: what is recorded."""
-
-
-class Formula(Protocol):
-    """The loss of groups of two documents."""
-
-    sft_weight: float
-    """The weight of the terms of cross-entropy."""
-    looks_ahead: bool
-    """Whether a group's loss depends on all groups of the global batch."""
-
-    def judge(self, documents: GroupDocuments, kl: torch.Tensor | None) -> Judged:
-        """Return the losses of groups. `kl`: by `ahead`, of the whole global batch."""
-
-    def counted(self, desirable: float, undesirable: float) -> Formula:
-        """Return it with the weights that these many answers of both kinds ask for, if they are to be found so."""
-
-    def ahead(self, documents: GroupDocuments) -> torch.Tensor:
-        """Return what each group adds to that which the losses of all depend on."""
-
-    def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        """Return what the losses of all groups depend on."""
 
 
 def figures_of(like: torch.Tensor, kinds: Sequence[str] = KINDS, /, **found: torch.Tensor | float) -> torch.Tensor:

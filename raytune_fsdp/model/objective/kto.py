@@ -19,7 +19,6 @@ from raytune_fsdp.model.objective.judged import GroupDocuments, Judged, figures_
 class KtoLoss:
     """The loss of judged answers, each followed by a mismatched one."""
 
-    looks_ahead = True
     sft_weight = 0.0
 
     def __init__(self, objective: KtoObjective, judged: tuple[float, float] | None = None) -> None:
@@ -31,9 +30,11 @@ class KtoLoss:
             self._desirable = self._undesirable * (bad / good if good and bad else 1.0)
 
     def counted(self, desirable: float, undesirable: float) -> KtoLoss:
+        """Return it with the weights that these many answers of both kinds ask for, if they are to be found so."""
         return KtoLoss(self._objective, (desirable, undesirable))
 
     def judge(self, documents: GroupDocuments, kl: torch.Tensor | None) -> Judged:
+        """Return the losses of groups. `kl`: by `ahead`, of the whole global batch."""
         answers = documents.answers[::2]
         good = documents.role[::2] == Role.DESIRABLE
         known: dict[str, torch.Tensor | float] = {
@@ -56,8 +57,10 @@ class KtoLoss:
         return Judged(losses, 0 * answers, figures)
 
     def ahead(self, documents: GroupDocuments) -> torch.Tensor:
+        """Return what each group adds to that which the losses of all depend on."""
         assert documents.reference is not None
         return documents.answers[1::2].detach() - documents.reference[1::2]
 
     def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        """Return what the losses of all groups depend on."""
         return (sum_ / groups).clamp(min=0)

@@ -9,12 +9,12 @@ tests/unit/test_head.py compares both with the book.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
-from raytune_fsdp.base.batch import MicroBatch, Targets
+from raytune_fsdp.base.batch import MicroBatch
 from raytune_fsdp.config.sections.train import TrainConfig
 from raytune_fsdp.model.pieces.sums import summed
 from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
@@ -22,23 +22,10 @@ from raytune_fsdp.model.pieces.vocabulary import VocabularyPart
 if TYPE_CHECKING:
     from raytune_fsdp.model.objective.distillation import Distillation
     from raytune_fsdp.model.objective.documents import DocumentLosses
-    from raytune_fsdp.model.objective.groups import SumOverStep
-    from raytune_fsdp.model.objective.own_loss import Bends, Bent
+    from raytune_fsdp.model.objective.groups import GroupStandIn, SumOverStep
+    from raytune_fsdp.model.objective.own_loss import Bends
     from raytune_fsdp.model.objective.routers import Routers
-
-
-class BendsGroups(Protocol):
-    """What puts the losses of groups in the place of cross-entropies."""
-
-    def bend(self, log_probabilities: torch.Tensor, targets: Targets, /) -> Bent:
-        """Return the values of a micro-batch's targets, from their log-probabilities; of a head that scores: from their
-        scores."""
-
-    def of_step(self, counts: torch.Tensor, over_step: SumOverStep) -> Self:
-        """Return itself in a step with these `StepCounts`. Collective."""
-
-    def of_batch(self, model: PreTrainedModel, batch: MicroBatch) -> Self:
-        """Return itself for a micro-batch. Collective."""
+    from raytune_fsdp.model.objective.scores import LossOfGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +44,7 @@ class Objective:
     own: Bends | None = None
     """Puts values of the user's own in the place of the cross-entropies."""
 
-    groups: BendsGroups | None = None
+    groups: LossOfGroups | GroupStandIn | None = None
     """Minimises the losses of groups in their place."""
 
     distillation: Distillation | None = None
@@ -70,7 +57,7 @@ class Objective:
         routers: Routers | None = None,
         documents: DocumentLosses | None = None,
         own: Bends | None = None,
-        groups: BendsGroups | None = None,
+        groups: LossOfGroups | GroupStandIn | None = None,
         distillation: Distillation | None = None,
     ) -> Objective:
         return cls(

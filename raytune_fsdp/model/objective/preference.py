@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,6 @@ class _Scored(NamedTuple):
 class PairLoss:
     """The loss of an objective of pairs."""
 
-    looks_ahead = False
-
     def __init__(self, objective: PairObjective) -> None:
         self._objective = objective
         self.sft_weight = objective.sft.weight
@@ -52,7 +50,7 @@ class PairLoss:
             chosen, rejected = documents.answers[::2], documents.answers[1::2]
             known = figures_of(chosen, groups=1, chosen=1, rejected=1, chosen_logps=chosen, rejected_logps=rejected)
             return Judged(0 * chosen, terms, known)
-        scored = self._scored(documents)
+        scored = _SCORED[type(self._objective)](self._objective, documents)
         losses, rewards = scored.losses * weight, scored.rewards.detach()
         figures = figures_of(
             losses, groups=1, losses=losses, terms=terms, tokens=documents.targets[::2], chosen=1, rejected=1,
@@ -60,28 +58,6 @@ class PairLoss:
             chosen_logps=scored.log_probabilities[::2], rejected_logps=scored.log_probabilities[1::2],
         )  # fmt: skip
         return Judged(losses, terms, figures)
-
-    def counted(self, desirable: float, undesirable: float) -> PairLoss:
-        return self
-
-    def ahead(self, documents: GroupDocuments) -> torch.Tensor:
-        raise NotImplementedError("each pair has a loss of its own")
-
-    def estimate(self, sum_: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("each pair has a loss of its own")
-
-    def _scored(self, documents: GroupDocuments) -> _Scored:
-        match self._objective:
-            case DpoObjective() as dpo:
-                return _dpo(dpo, documents)
-            case IpoObjective() as ipo:
-                return _ipo(ipo, documents)
-            case SimpoObjective() as simpo:
-                return _simpo(simpo, documents)
-            case CpoObjective() as cpo:
-                return _cpo(cpo, documents)
-            case OrpoObjective() as orpo:
-                return _orpo(orpo, documents)
 
 
 def _dpo(objective: DpoObjective, documents: GroupDocuments) -> _Scored:
@@ -116,6 +92,15 @@ def _orpo(objective: OrpoObjective, documents: GroupDocuments) -> _Scored:
     odds = means - _log_of_rest(means)
     losses = -objective.beta * F.logsigmoid(_difference(odds) - documents.margin[::2])
     return _Scored(losses, objective.beta * means, means)
+
+
+_SCORED: dict[type[PairObjective], Callable[[Any, GroupDocuments], _Scored]] = {
+    DpoObjective: _dpo,
+    IpoObjective: _ipo,
+    SimpoObjective: _simpo,
+    CpoObjective: _cpo,
+    OrpoObjective: _orpo,
+}
 
 
 def _gains(documents: GroupDocuments) -> torch.Tensor:

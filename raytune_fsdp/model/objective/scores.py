@@ -8,7 +8,7 @@ losses are to be divided by its groups, so they are multiplied by the ratio of t
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +97,7 @@ class ScoreObjective:
         documents = self._documents(found, batch.targets, told)
         groups = told.groups if batch.counts else slice(0, 0)
         mine = slice(self.size * groups.start, self.size * groups.stop)
-        part: Any = {each.name: getattr(documents, each.name)[mine] for each in fields(documents)}
-        return ScoredDocuments(**part)
+        return replace(documents, **{each.name: getattr(documents, each.name)[mine] for each in fields(documents)})
 
     def judge(self, documents: ScoredDocuments) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of each group, and [SCORE_KINDS, groups] of what is recorded."""

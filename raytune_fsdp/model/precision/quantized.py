@@ -17,7 +17,7 @@ to groups 32 times as large.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -235,8 +235,8 @@ class QuantizedWeights:
         }
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        packed: dict[str, Sequence[int]] = {f"{name}.packed": each.packed.shape for name, each in self._layers.items()}
-        return {**self._inner.shapes(), **{name: tuple(shape) for name, shape in packed.items()}}
+        packed = {f"{name}.packed": tuple(each.packed.shape) for name, each in self._layers.items()}
+        return {**self._inner.shapes(), **packed}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         owner, _, own = name.rpartition(".")

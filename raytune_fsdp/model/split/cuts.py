@@ -101,14 +101,14 @@ def _unfit(network: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
         own = {styles.get(f"{name}.{child}") for child, _ in holder.named_children()}
         if BY_ROWS not in own:
             yield f"no layer of {name} adds up what the ranks have computed"
-        left = [child for child, each in holder.named_children() if f"{name}.{child}" not in styles and _weighs(each)]
+        left = [
+            child
+            for child, each in holder.named_children()
+            if f"{name}.{child}" not in styles and any(True for _ in each.parameters())
+        ]
         left += [own for own, each in holder.named_parameters(recurse=False) if each is not None]
         if left:
             yield f"{name}.{left[0]} is not in transformers' plan"
-
-
-def _weighs(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _of_ends(network: PreTrainedModel, needs: KernelNeeds) -> str | None:

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from raytune_fsdp.base.errors import ModelError, first_line
-from raytune_fsdp.model.weights.source import Weights, all_finite
+from raytune_fsdp.model.weights.source import Weights, all_finite, read_whole
 
 # Bytes converted at a time, but at least a row (an expert). Pieces this small keep a rank with 201 MiB of a Mixtral's
 # weights at 229 MiB, although its largest tensor has 80 MiB (docs/results.md).
@@ -119,7 +119,8 @@ class ConvertedWeights:
         if conversion is None:
             return self._stored.where(name)
         keys = [key for each in conversion.sources.values() for key in each]
-        broken = (key for key in keys if not all_finite(self._stored_whole(key)))  # called only if something is wrong
+        # Called only if something is wrong.
+        broken = (key for key in keys if not all_finite(read_whole(self._stored, key)))
         return self._stored.where(next(broken, keys[0]))
 
     def _dtype(self, conversion: Conversion) -> torch.dtype:
@@ -134,7 +135,10 @@ class ConvertedWeights:
     def _converted(self, conversion: Conversion, first: int, last: int) -> dict[str, torch.Tensor]:
         """Convert rows [first, last) of a conversion's results, reading only what they are made from."""
         if conversion.merges:
-            sources = {p: [self._stored_whole(k) for k in keys[first:last]] for p, keys in conversion.sources.items()}
+            sources = {
+                pattern: [read_whole(self._stored, key) for key in keys[first:last]]
+                for pattern, keys in conversion.sources.items()
+            }
         else:
             sources = {p: [self._stored.read(keys[0], first, last)] for p, keys in conversion.sources.items()}
         return conversion.convert(sources, self._model)
@@ -143,12 +147,9 @@ class ConvertedWeights:
         """Convert all of a conversion that mixes rows. Kept until another is needed: its other rows are read next."""
         if self._whole is None or self._whole[0] is not conversion:
             self._whole = None  # freed before the next is made: two at once are more than loading may take
-            sources = {p: [self._stored_whole(key) for key in keys] for p, keys in conversion.sources.items()}
+            sources = {p: [read_whole(self._stored, key) for key in keys] for p, keys in conversion.sources.items()}
             self._whole = conversion, conversion.convert(sources, self._model)
         return self._whole[1]
-
-    def _stored_whole(self, key: str) -> torch.Tensor:
-        return self._stored.read(key, 0, self._stored.shapes()[key][0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

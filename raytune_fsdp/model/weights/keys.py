@@ -233,15 +233,20 @@ def owned_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of every weight, by its first name: a tied weight has several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
 def _adopt_aliases(model: PreTrainedModel, stored: Collection[str], key_of: dict[str, str]) -> None:
     """Find tied weights that are stored only under their other name (lm_head.weight without embed_tokens.weight)."""
-    by_id: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(tensor), []).append(name)
-    for names in by_id.values():
+    for name, names in all_names(model).items():
         for alias in names:
-            if names[0] not in key_of and alias in stored:
-                key_of[names[0]] = alias
+            if name not in key_of and alias in stored:
+                key_of[name] = alias
 
 
 def _adopt_head(

@@ -39,6 +39,12 @@ class Weights(Protocol):
         """Say where this tensor is stored, for messages."""
 
 
+def read_whole(weights: Weights, name: str) -> torch.Tensor:
+    """Read all rows of a tensor."""
+    shape = weights.shapes()[name]
+    return weights.read(name, 0, shape[0] if shape else 1)
+
+
 def all_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has neither infinities nor NaNs."""
     if not tensor.is_floating_point() or not tensor.numel():
@@ -139,16 +145,13 @@ class RandomWeights:
         unit = self._unit_of[name]
         if self._current is None or self._current[0] != unit:
             self._current = None  # freed first, so that two are never in memory
-            self._current = (unit, self._draw(unit))
+            # A copy is filled: the twin itself stays without memory.
+            self._current = unit, _drawn(self._twin, unit, copy.deepcopy(self._units[unit]), self._seed)
         tensor = self._current[1][name]
         return tensor[start:stop] if tensor.ndim else tensor
 
     def where(self, name: str) -> str:
         return f"{name}, drawn at random,"
-
-    def _draw(self, unit: str) -> dict[str, torch.Tensor]:
-        # A copy: the twin itself stays without memory.
-        return _drawn(self._twin, unit, copy.deepcopy(self._units[unit]), self._seed)
 
 
 @torch.no_grad()
@@ -246,7 +249,8 @@ class GrownWeights:
             tensor = tensor.clone()
             for row in added:
                 like = self._added[name][row]
-                mean = self._mean(name) if not like else self._mean_of(name, like)
+                means = [self._grown(name, each, each + 1)[0].double() for each in like]
+                mean = torch.stack(means).mean(0) if means else self._mean(name)
                 tensor[row - start] = mean.to(tensor.dtype)
         return tensor
 
@@ -271,6 +275,3 @@ class GrownWeights:
             sums = [self._inner.read(name, s, min(s + _MEAN_ROWS, stored)).double().sum(0) for s in chunks]
             self._means[name] = torch.stack(sums).sum(0) / stored
         return self._means[name]
-
-    def _mean_of(self, name: str, rows: Sequence[int]) -> torch.Tensor:
-        return torch.stack([self._grown(name, row, row + 1)[0].double() for row in rows]).mean(0)

@@ -197,11 +197,6 @@ def _of_teacher(teacher: TeacherPass, found: Prediction) -> Iterator[Advice]:
     )
 
 
-def _may_move_less(config: FinetuneConfig) -> bool:
-    parallel = config.parallel
-    return parallel.strategy == "full_shard" and not (config.run.exact and parallel.reduce == "hierarchical")
-
-
 def _of_links(config: FinetuneConfig, found: Prediction, faster: Sequence[Alternative] | None) -> Iterator[Advice]:
     cluster, seconds = found.cluster, found.seconds
     several = found.world > cluster.per_node
@@ -235,7 +230,9 @@ def _of_links(config: FinetuneConfig, found: Prediction, faster: Sequence[Altern
         f"with shards inside of them (parallel.strategy=hybrid_shard, parallel.shard_size={cluster.per_node}) "
         "gradients alone go between machines, once a step"
     )
-    if several and speed is not None and speed <= _SLOW_GBPS and _may_move_less(config):
+    relayed = config.run.exact and config.parallel.reduce == "hierarchical"
+    may_move_less = config.parallel.strategy == "full_shard" and not relayed
+    if several and speed is not None and speed <= _SLOW_GBPS and may_move_less:
         yield Advice(
             id="no-infiniband",
             text=f"{speed:g} Gbit/s between machines is less than InfiniBand or EFA give: "

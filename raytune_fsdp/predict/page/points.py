@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -25,6 +26,7 @@ from raytune_fsdp.predict.host import host_needs
 from raytune_fsdp.predict.page.text import point_as_data
 from raytune_fsdp.predict.planned import as_long
 from raytune_fsdp.predict.prediction import Cluster, predict_from, traced
+from raytune_fsdp.predict.search import sizes
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.trace import Trace
 
@@ -74,7 +76,7 @@ def offered(start: Chosen, per_node: int) -> Offered:
     """Return what the page has controls for; what the config says is always among it."""
     return {
         "device": tuple(DEVICES),
-        "gpus": _with(sizes(per_node), start.gpus),
+        "gpus": _with(sizes(per_node, _MOST_GPUS), start.gpus),
         "method": _with(("full", "lora", "qlora"), start.method),
         "seq_len": _with(_LENGTHS, start.seq_len),
         "micro_batch": _with(_SAMPLES, start.micro_batch),
@@ -82,16 +84,6 @@ def offered(start: Chosen, per_node: int) -> Offered:
         "recompute": _with(("none", "selective", "full"), start.recompute),
         "strategy": ("full_shard", "shard_grad_op", "hybrid_shard", "replicate"),
     }
-
-
-def sizes(per_node: int) -> list[int]:
-    """Return the numbers of GPUs to choose from: 1, 2, 4 … of a machine, then 1, 2, 4 … machines."""
-    found = [2**power for power in range(9) if 2**power < per_node]
-    nodes = 1
-    while nodes * per_node <= _MOST_GPUS:
-        found.append(nodes * per_node)
-        nodes *= 2
-    return found
 
 
 def _with(values: Sequence[Value], one: Value) -> tuple[Value, ...]:
@@ -166,7 +158,7 @@ class Points:
     ) -> None:
         self._config, self._census = config, census
         self._per_node, self._between, self._architecture = per_node, between, architecture
-        self._answers: OrderedDict[Chosen, dict[str, Any]] = OrderedDict()
+        self._answered = lru_cache(_ANSWERS)(self._answer)
         self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
         self._subjects: dict[str, ModelSpec] = {}
         self._one_at_a_time = Lock()  # a trace has a process group, and a process has one of those
@@ -177,11 +169,7 @@ class Points:
         with self._one_at_a_time:
             if self._ended:
                 return {"problem": "the command has ended: start it again"}
-            if choice not in self._answers:
-                self._answers[choice] = self._answer(choice)
-                if len(self._answers) > _ANSWERS:
-                    self._answers.popitem(last=False)
-            return self._answers[choice]
+            return self._answered(choice)
 
     def end(self) -> None:
         """Wait for what is being computed: a process that ends within an operation of torch's is aborted."""

@@ -9,7 +9,7 @@ from typing import Any
 from raytune_fsdp.predict.advise.advice import Advice
 from raytune_fsdp.predict.advise.alternatives import Alternative, as_flags, change_in_words, cheapest_fit
 from raytune_fsdp.predict.host import HostNeeds, PeerNeeds
-from raytune_fsdp.predict.planned import Planned, cost, hours
+from raytune_fsdp.predict.planned import Planned, cost
 from raytune_fsdp.predict.prediction import GIB, Prediction
 from raytune_fsdp.predict.search import Suitable
 from raytune_fsdp.predict.stopping import Stopping, notices
@@ -141,8 +141,8 @@ def _speed(planned: Planned) -> list[str]:
     if seconds.added:
         moved += f" ({seconds.added / 1e9:,.1f} GB a GPU of it to add up what parts of layers have computed)"
     lines += _row("moves", f"{moved}, each way, a step")
-    long = f"{hours(found):,.1f} hours" if hours(found) >= 1 else f"{60 * hours(found):.0f} minutes"
-    text = f"{long} for {found.plan.steps:,} steps, {hours(found) * found.world:,.1f} GPU-hours"
+    long = f"{found.hours:,.1f} hours" if found.hours >= 1 else f"{60 * found.hours:.0f} minutes"
+    text = f"{long} for {found.plan.steps:,} steps, {found.hours * found.world:,.1f} GPU-hours"
     price = cost(found, planned.price)
     lines += _row("the run", text + (f", {price:,.0f} at {planned.price:g} a GPU-hour" if price is not None else ""))
     samples = found.plan.division.global_batch
@@ -200,7 +200,7 @@ def _alternatives(planned: Planned) -> list[str]:
 
 def _alternative(each: Alternative, price: float | None) -> str:
     found = each.prediction
-    numbers = f"{found.tokens_per_second:>14,.0f}{hours(found):>8,.1f}{hours(found) * found.world:>9,.0f}"
+    numbers = f"{found.tokens_per_second:>14,.0f}{found.hours:>8,.1f}{found.hours * found.world:>9,.0f}"
     whole = cost(found, price)
     numbers += "" if whole is None else f"{whole:>9,.0f}"
     text = change_in_words(each.changes) or "as it is"
@@ -237,7 +237,7 @@ def search_as_page(found: Sequence[Suitable], most_hours: float | None) -> str:
         price = "" if each.price is None else f"{each.price:,.0f}"
         lines.append(
             f"{name:24}{change_in_words(each.changes):20}{_gib(on.needed):>10}{on.tokens_per_second:>14,.0f}"
-            f"{each.hours:>9,.1f}{each.hours * on.world:>10,.1f}{price:>11}"
+            f"{on.hours:>9,.1f}{on.hours * on.world:>10,.1f}{price:>11}"
         )
     best = found[0].prediction
     flags = f"--world-size {best.world} --gpu {best.cluster.device.name}"
@@ -346,7 +346,7 @@ def _figures(found: Prediction, price: float | None) -> dict[str, Any]:
         "bytes_of_sums": seconds.added,
         "tokens_per_second_per_gpu": found.tokens_per_second,
         "mfu": found.mfu,
-        "hours": hours(found),
-        "gpu_hours": hours(found) * found.world,
+        "hours": found.hours,
+        "gpu_hours": found.hours * found.world,
         "price": cost(found, price),
     }

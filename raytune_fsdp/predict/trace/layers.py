@@ -35,17 +35,17 @@ def keep_layers(model: PreTrainedModel, parallel: ParallelConfig, *, ends: bool)
     kept = sorted(set(stands_for))
     # A network that also sees or hears has a list for each of its parts, and layers that are in none.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and any(layer in layers for layer in m)]
-    cut = {number: _list_with(layers[number], lists) for number in range(len(layers)) if number not in kept}
+    cut = {
+        number: next((each for each in lists if any(layer is one for one in each)), None)
+        for number, layer in enumerate(layers)
+        if number not in kept
+    }
     if None in cut.values():
         return list(range(len(layers)))
     for number, parent in cut.items():
         assert parent is not None
         del parent[[*parent].index(layers[number])]
     return [kept.index(number) for number in stands_for]
-
-
-def _list_with(layer: nn.Module, lists: Sequence[nn.ModuleList]) -> nn.ModuleList | None:
-    return next((each for each in lists if any(layer is one for one in each)), None)
 
 
 def _kind(layer: nn.Module) -> tuple[Hashable, ...]:

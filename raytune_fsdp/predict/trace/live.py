@@ -39,9 +39,6 @@ class _Storage:
 
     ref: weakref.ref[torch.UntypedStorage]
     size: int
-    moves: bool = False
-    """Whether a collective reads or writes it."""
-    kind: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True)

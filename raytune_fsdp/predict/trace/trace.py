@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.batch import Borders, Cursor, MicroBatch, PackedSample, StepBatches, Targets, Taught
-from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.config.sections.reference import TeacherConfig
 from raytune_fsdp.data.batches import FILLER_INDEX, to_batch
@@ -37,21 +36,21 @@ from raytune_fsdp.model.objective.distillation import Distillation
 from raytune_fsdp.model.objective.groups import GroupStandIn
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.model.objective.own_loss import StandIn
-from raytune_fsdp.model.objective.score_head import choose_loss_of
+from raytune_fsdp.model.objective.score_head import choose_loss
 from raytune_fsdp.model.objective.scores import ScoreStandIn
+from raytune_fsdp.model.offload_activations import Copies
 from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_tokens
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.layers import keep_layers
 from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
 from raytune_fsdp.predict.trace.work import Operation, tensors_in
-from raytune_fsdp.run.build import Site, build, optimizer_of, sums_of
+from raytune_fsdp.run.build import Counts, Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
 from raytune_fsdp.run.trials.mixers import choose_mixers
 from raytune_fsdp.step.accumulation import FP32
-from raytune_fsdp.step.flops import Architecture
 from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Change, Execution
-from raytune_fsdp.step.optim.update import Optimizer
+from raytune_fsdp.step.optim.update import Optimizer, UpdatesAfter
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.reduce_by_node import ranks_of_a_node
 from raytune_fsdp.step.sums import Sums
@@ -69,12 +68,12 @@ class Recorder:
         self, live: MemoryTrace, model: PreTrainedModel, layers: Sequence[nn.Module], optimizer: Optimizer
     ) -> None:
         """`layers`: the layers, as they were found before FSDP gave their classes other names."""
-        self._live, self._model, self._optimizer = live, model, optimizer
-        self._layers = layers
+        self._live, self._model, self._layers = live, model, layers
         self._pass = -1
         live.name((_local(each) for each in (*model.parameters(), *model.buffers())), "weights")
-        live.name((_local(each) for each in optimizer.state_tensors().values()), "optimizer")
-        self.persistent = tuple(self._kept(layer) for layer in self._layers)
+        states = optimizer.state_tensors()
+        live.name((_local(each) for each in states.values()), "optimizer")
+        self.persistent = tuple(self._kept(layer, states) for layer in self._layers)
         self.trained = [_trained(layer.parameters()) for layer in self._layers]
         self.rest = _trained(model.parameters()) - sum(self.trained)
 
@@ -94,16 +93,9 @@ class Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def init_state(self) -> None:
-        self._optimizer.init_state()
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._optimizer.state_tensors()
-
-    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+    def update_begins(self) -> None:
         self._name_gradients()
         self._live.mark("update")
-        self._optimizer.step(lr_factor, found_inf)
 
     def _begins(self, *_: Any) -> None:
         self._name_gradients()
@@ -133,14 +125,12 @@ class Recorder:
             held.append(group._partial_reduce_output)  # of replicas, until they are summed over all of them
             self._live.name((each for each in held if each is not None), "gradients")
 
-    def _kept(self, layer: nn.Module) -> Bytes:
+    def _kept(self, layer: nn.Module, states: Mapping[str, torch.Tensor]) -> Bytes:
         ids = {id(parameter) for parameter in layer.parameters()}
         names = {name for name, parameter in self._model.named_parameters() if id(parameter) in ids}
         weights = sum(_local(parameter).nbytes for parameter in layer.parameters())
         state = sum(
-            _local(tensor).nbytes
-            for key, tensor in self._optimizer.state_tensors().items()
-            if any(key.startswith(f"{name}.") for name in names)
+            _local(tensor).nbytes for key, tensor in states.items() if any(key.startswith(f"{name}.") for name in names)
         )
         found: dict[Kind, int] = {"weights": weights, "optimizer": state}
         return found
@@ -172,14 +162,9 @@ class Trace:
     """Forward and backward passes that were traced: two stand for all."""
     attention: str
     """The kernel, as transformers knows it."""
-    architecture: Architecture
-    parameters: ParameterCount
-    asleep: int
-    """The number of weights that a token is not multiplied with."""
+    counts: Counts
     traffic: Traffic | None
     """The traffic of a step; None: nothing is spread."""
-    largest: int
-    """Bytes of the largest weight, as it is trained."""
     trained_bytes: int
     """Bytes of this rank's trained weights, in the whole network."""
     trained_bytes_traced: int
@@ -221,7 +206,7 @@ def trace(
         built = build(
             config, hf_config, needs, site, partial(assume_kernels, config, needs, device), added=added, keep=keep
         )
-        model, counts = built.model, built.counts
+        model = built.model
         if built.groups.sequence is not None:
             split_tokens(model, built.groups.sequence)
         (batches,) = own_parts([full_batches(config, hf_config, passes)], plan.layout, rank=0)
@@ -232,18 +217,16 @@ def trace(
             optimizer = optimizer_of(built, config, passes, _execution(config, device, live))
             optimizer.init_state()
             recorder, sums = Recorder(live, model, built.layers, optimizer), sums_of(built, config, plan)
-            recorder.record(lambda: one_step(config, plan, built.parallel, model, recorder, batches, CPU, sums))
+            updates = UpdatesAfter(recorder.update_begins, optimizer)
+            recorder.record(lambda: one_step(config, plan, built.parallel, model, updates, batches, CPU, sums))
     return Trace(
         timeline=live.timeline,
         stands_for=built.stands_for,
         persistent=recorder.persistent,
         passes=passes,
         attention=built.kernels["attention"].name,
-        architecture=counts.architecture,
-        parameters=counts.parameters,
-        asleep=counts.asleep,
+        counts=built.counts,
         traffic=built.traffic,
-        largest=counts.largest,
         trained_bytes=recorder.rest + sum(recorder.trained[number] for number in built.stands_for),
         trained_bytes_traced=recorder.rest + sum(recorder.trained),
         offloaded=built.parallel.cpu_offload and device != "cpu",
@@ -318,7 +301,7 @@ class _OneKernel(AsKernel):
         self._live.timeline.operations.append(Operation("rest", 0.0, 2 * changed + read, 4))
 
 
-class _ToHost:
+class _ToHost(Copies):
     """Copies activations to the memory of the host, and none back: where they are in use is for the plan to say."""
 
     def __init__(self, live: MemoryTrace) -> None:
@@ -326,12 +309,6 @@ class _ToHost:
 
     def behind_compute(self) -> AbstractContextManager[None]:
         return self._live.sending_to_host()
-
-    def mark(self) -> None:
-        return None
-
-    def hold_compute(self, mark: None) -> None:
-        pass
 
 
 def one_step(
@@ -369,7 +346,7 @@ def assume_kernels(
 ) -> Mapping[str, KernelChoice]:
     """Give the network what such devices would choose with nothing installed besides torch; return the choices."""
     check_shared(config, model, needs)
-    loss = choose_loss_of(config.model, needs, kept=None)
+    loss = choose_loss(config.model, needs, kept=None)
     if loss.name == "chunked":
         install_chunked_loss(model)
         head = model.get_output_embeddings()

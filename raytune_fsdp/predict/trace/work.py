@@ -41,7 +41,7 @@ _ATTENTION = {
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 
-_NOTHING = (
+NOTHING = (
     "detach", "alias", "lift_fresh", "_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided",
     "new_empty_strided",
 )  # fmt: skip
@@ -64,11 +64,6 @@ def name_of(func: Any) -> str:
     return str(func._schema.name.partition("::")[2])
 
 
-def computes_nothing(func: Any) -> bool:
-    """Return whether an operation only looks at something in another way, or takes memory."""
-    return func.is_view or func.namespace == "prim" or name_of(func) in _NOTHING
-
-
 def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, longest: int) -> Operation | None:
     """Return what an operation does; None if it only looks at something in another way.
 
@@ -76,7 +71,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     """
     name = name_of(func)
     made = tensors_in(result)
-    if func.is_view or name in _NOTHING or (not made and func.namespace != "aten"):
+    if func.is_view or name in NOTHING or (not made and func.namespace != "aten"):
         return None
     given = tensors_in((args, kwargs))
     if func.namespace.startswith("_c10d_functional"):

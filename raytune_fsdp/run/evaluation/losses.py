@@ -19,8 +19,9 @@ from raytune_fsdp.data.shared_batches import own_part
 from raytune_fsdp.data.to_device import to_device
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.figures import group_values
-from raytune_fsdp.model.objective.groups import GroupObjective
-from raytune_fsdp.model.objective.judged import KINDS, SCORE_KINDS, Formula, GroupDocuments
+from raytune_fsdp.model.objective.groups import Formula, GroupObjective
+from raytune_fsdp.model.objective.judged import KINDS, SCORE_KINDS, GroupDocuments
+from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.scores import LossOfGroups, ScoredDocuments, ScoreObjective
 from raytune_fsdp.plan.plan import Layout
@@ -103,7 +104,7 @@ def _of_groups(
     """
     kept = [(batch.index, groups.own(model, batch)) for batch in batches]  # a few numbers of each document
     formula, kl = groups.formula, None
-    if formula.looks_ahead and compared:
+    if isinstance(formula, KtoLoss) and compared:
         known = ((index, torch.cat([formula.ahead(each).sum()[None], _figures(formula, each)])) for index, each in kept)
         ahead, *counts = _summed(known, 1 + len(KINDS), device, exact=exact)
         of = dict(zip(KINDS, counts, strict=True))

@@ -22,7 +22,7 @@ from raytune_fsdp.model.compile_layers import EAGER, choose_compilation, why_not
 from raytune_fsdp.model.network import MASTER_DTYPE, as_buffers, fixed_in_fp32
 from raytune_fsdp.model.objective.chunked_head import WIDE, LossHead, install_chunked_loss
 from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE, why_routers_forbid
-from raytune_fsdp.model.objective.score_head import choose_loss_of
+from raytune_fsdp.model.objective.score_head import choose_loss
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
 from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
@@ -104,7 +104,7 @@ def kernels_of(
         chosen.attention, prepared.needs, kept=kept.get("attention"), device=device, dtype=dtype,
         fails=lambda name: why_on_any_rank(lambda: why_kernel_fails(name, prepared.needs, device, dtype)),
     )  # fmt: skip
-    loss = choose_loss_of(chosen, prepared.needs, kept=kept.get("loss"))
+    loss = choose_loss(chosen, prepared.needs, kept=kept.get("loss"))
     if loss.name == "chunked":
         install_chunked_loss(model)
     elif standing.plan.layout.tensor > 1:

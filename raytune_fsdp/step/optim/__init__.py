@@ -2,7 +2,7 @@
 
     build.py        which optimizer a run has                     groups.py       which weights are updated alike
     schedule.py     the learning rate                             update.py       what training needs, and what all
-                                                                                  but adamw.py share
+                                                                                  optimizers share
     adamw.py        torch's fused kernel                          elementwise.py  rules: AdamW written out, SGD, Lion, …
     muon.py         orthogonal updates, of the matrices that matrices.py finds
     adafactor.py    factored second moments                       moments.py      moments in bf16 and in 8 bits

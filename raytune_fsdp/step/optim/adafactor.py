@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from raytune_fsdp.config.sections.optimizers import AdafactorOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution
 from raytune_fsdp.step.optim.pieces import Rows, Split, at, in_parts, rows_at_once, split_like
-from raytune_fsdp.step.optim.update import Trained, decayed, replace, update_dtype, write
+from raytune_fsdp.step.optim.update import Trained, Updates, decayed, replace, update_dtype, write
 
 _LEAST = 1e-30
 """Added to squares, so that a row whose gradients are all 0 is not divided by 0."""
@@ -40,7 +40,7 @@ class _Part:
         return _scaled(self.gradient, self.factors)
 
 
-class Adafactor:
+class Adafactor(Updates):
     """Adafactor without relative steps, first moments and scaling by the weight's size: the schedule's rate is used."""
 
     def __init__(
@@ -52,36 +52,21 @@ class Adafactor:
         exact: bool = False,
     ) -> None:
         """Sum squares over rows with `exact` so that no number of ranks changes a bit."""
-        self._trained = weights
+        super().__init__(weights, execution)
         self._chosen = chosen
-        self._execution = execution
         self._exact = exact
-        self.groups = weights.groups
 
-    def init_state(self) -> None:
-        for name, parameter in self._trained.named.items():
-            if name in self._trained.state:
-                continue
-            local = local_piece(parameter)
-            dtype = update_dtype(local)
-            state = self._trained.start(name)
-            if parameter.ndim < 2:
-                state["square"] = torch.zeros_like(parameter, dtype=dtype)
-            elif parameter.ndim == 2:
-                state["row"] = split_like(parameter, dtype=dtype)
-                state["column"] = torch.zeros(parameter.shape[1], dtype=dtype, device=local.device)
-            else:  # stacked matrices: experts, of which a rank has whole ones
-                state["row"] = split_like(parameter, *parameter.shape[1:-1], dtype=dtype)
-                state["column"] = split_like(parameter, *parameter.shape[1:-2], parameter.shape[-1], dtype=dtype)
-            self._trained.state[name] = state
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._trained.state_tensors()
-
-    @torch.no_grad()
-    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
-        self.init_state()
-        self._trained.update(partial(self._take, lr_factor), found_inf, self._execution)
+    def _moments(self, name: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        local = local_piece(parameter)
+        dtype = update_dtype(local)
+        if parameter.ndim < 2:
+            return {"square": torch.zeros_like(parameter, dtype=dtype)}
+        row = split_like(parameter, *parameter.shape[1:-1], dtype=dtype)
+        if parameter.ndim == 2:
+            return {"row": row, "column": torch.zeros(parameter.shape[1], dtype=dtype, device=local.device)}
+        # Stacked matrices: experts, of which a rank has whole ones.
+        column = split_like(parameter, *parameter.shape[1:-2], parameter.shape[-1], dtype=dtype)
+        return {"row": row, "column": column}
 
     def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
         taken = self._trained.taken()

@@ -48,7 +48,7 @@ def build_optimizer(
     if chosen.type == "adamw":
         same = all(named[name].dtype == torch.float32 for group in groups for name in group.names)
         if is_fused(config, fp32=same):
-            return AdamW(named, groups, config, exact=exact)
+            return AdamW(weights(groups), config, exact=exact)
         return Elementwise(weights(groups), AdamWRule(config, chosen.moments), execution)
     if chosen.type == "muon":
         parts = hidden_matrices(model)
@@ -59,7 +59,7 @@ def build_optimizer(
         if rest and config.stochastic_rounding:
             other = Elementwise(weights(tuple(rest)), AdamWRule(config, "as_weights"), execution)
         elif rest:
-            other = AdamW(named, tuple(rest), config, exact=exact)
+            other = AdamW(weights(tuple(rest)), config, exact=exact)
         return Muon(weights(mine), parts, other, chosen, execution)
     if chosen.type == "adafactor":
         return Adafactor(weights(groups), chosen, execution, exact=exact)

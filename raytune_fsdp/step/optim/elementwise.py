@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.sections.optimizers import LionOptimizer, SgdOptimizer
@@ -29,7 +30,7 @@ from raytune_fsdp.step.optim.moments import (
     is_quantized,
 )
 from raytune_fsdp.step.optim.pieces import Rows, columns_of, in_parts
-from raytune_fsdp.step.optim.update import Trained, decayed, drawn, replace, update_dtype, write
+from raytune_fsdp.step.optim.update import Trained, Updates, decayed, drawn, replace, update_dtype, write
 
 Moments = Mapping[str, torch.Tensor]
 
@@ -116,33 +117,20 @@ RULES: Mapping[str, Callable[[Any], Rule]] = {"sgd": SgdRule, "lion": LionRule}
 """The rules that are made of a section of `optim.optimizer` alone, by its type."""
 
 
-class Elementwise:
+class Elementwise(Updates):
     """An optimizer that applies a rule to every weight."""
 
     def __init__(self, weights: Trained, rule: Rule, execution: Execution = BY_OPERATION) -> None:
-        self._trained = weights
+        super().__init__(weights, execution)
         self._kept = {name: rule.kept(parameter) for name, parameter in weights.named.items()}
         self._rule = rule
-        self._execution = execution
-        self.groups = weights.groups
 
-    def init_state(self) -> None:
-        for name, parameter in self._trained.named.items():
-            if name not in self._trained.state:
-                moments = {
-                    moment + suffix: tensor
-                    for moment, kept in self._kept[name].items()
-                    for suffix, tensor in kept.zeros(parameter).items()
-                }
-                self._trained.state[name] = {**self._trained.start(name), **moments}
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return self._trained.state_tensors()
-
-    @torch.no_grad()
-    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
-        self.init_state()
-        self._trained.update(partial(self._take, lr_factor), found_inf, self._execution)
+    def _moments(self, name: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        return {
+            moment + suffix: tensor
+            for moment, kept in self._kept[name].items()
+            for suffix, tensor in kept.zeros(parameter).items()
+        }
 
     def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
         taken = self._trained.taken()
@@ -167,9 +155,10 @@ class Elementwise:
             stored = {
                 moment: {
                     key.removeprefix(moment): part(state[key]) if key == moment else _scales(rows, state[key])
-                    for key in keys
+                    for key in (moment, f"{moment}_scale")  # whole names: one moment's name may begin another's
+                    if key in state
                 }
-                for moment, keys in _keys(state, kept).items()
+                for moment in kept
             }
             noise = {moment: self._trained.noise(name, moment, rows) for moment, each in kept.items() if each.rounded}
             self._execution(
@@ -209,8 +198,3 @@ def _change(
         drawn_now = drawn(noise[moment], step, weight) if each.rounded else None
         for suffix, tensor in each.write(new[moment], tables[moment], drawn_now).items():
             replace(stored[moment][suffix], tensor, skip)
-
-
-def _keys(state: Mapping[str, torch.Tensor], kept: Mapping[str, Kept]) -> dict[str, list[str]]:
-    """Return the tensors of each moment. Compared by whole names: one moment's name may begin another's."""
-    return {moment: [key for key in state if key in (moment, f"{moment}_scale")] for moment in kept}

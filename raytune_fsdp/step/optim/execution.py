@@ -13,7 +13,7 @@ computes at one place of a weight depends on that place alone, or on its group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._inductor.config
@@ -36,30 +36,6 @@ _OPTIONS = {
     "realize_opcount_threshold": 1000,
 }
 """inductor's, as far as this torch has them."""
-
-
-class Execution(Protocol):
-    """How rules are run."""
-
-    @property
-    def at_once(self) -> int:
-        """The most numbers of a weight that are updated by one call."""
-
-    @property
-    def needs_trial(self) -> bool:
-        """Whether an optimizer has to try its first step without effect, and have the ranks agree."""
-
-    def __call__(self, change: Change, into: Any, *args: Any) -> None:
-        """Have a rule change the tensors in `into`."""
-
-    def number(self, value: float, device: torch.device) -> torch.Tensor | float:
-        """Return a number that changes from step to step, as rules are to be given it."""
-
-    def scalars(self, make: Callable[[torch.Tensor], Scalars], steps: Sequence[torch.Tensor]) -> list[Scalars]:
-        """Return what `make` computes of the steps of several weights, for each of them."""
-
-    def agree(self) -> None:
-        """Have all ranks run rules alike. Collective, after such a trial."""
 
 
 class ByOperation:
@@ -126,6 +102,13 @@ class AsKernel:
 
     def agree(self) -> None:
         self._compiler.agree()
+
+
+Execution = ByOperation | AsKernel
+"""How rules are run: called, it has a rule change the tensors in `into`. `at_once`: the most numbers of a weight that
+are updated by one call. `needs_trial`: an optimizer has to try its first step without effect, and then have all ranks
+run rules alike, by `agree`, which is collective. `number` returns a number that changes from step to step, as rules are
+to be given it, and `scalars` what a function computes of the steps of several weights, for each of them."""
 
 
 def _options() -> dict[str, Any]:

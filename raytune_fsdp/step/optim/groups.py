@@ -12,6 +12,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.config import OptimConfig
 from raytune_fsdp.config.sections.method import Method
 from raytune_fsdp.model.added_rows import ROWS
+from raytune_fsdp.model.weights.keys import all_names
 
 STATES_APART = "states_apart"
 """The name, in records and checkpoints, of decay that leaves out matrices that are rates of states."""
@@ -55,7 +56,7 @@ def groups_of(
     `states_apart`: matrices that are rates of states do not decay by themselves.
     """
     plain = undecayed_names(model) | (rates_of_states(model) if states_apart else set())
-    ratio, names = getattr(method, "lr_ratio", None), _all_names(model)
+    ratio, names = getattr(method, "lr_ratio", None), all_names(model)
     found: dict[tuple[float, float], list[str]] = {}
     for name in trained(model):
         lr_ratio = ratio if ratio is not None and _SECOND.search(name) else 1.0
@@ -73,7 +74,7 @@ def check_groups(network: nn.Module, config: OptimConfig) -> None:
     """Refuse a pattern that applies to no trained weight. The network may be on the meta device."""
     if not config.groups:
         return
-    names, own = _all_names(network), trained(network)
+    names, own = all_names(network), trained(network)
     left = {name: names[name] for name in own}
     for index, group in enumerate(config.groups):
         hit = {name for name, each in left.items() if any(re.search(group.match, one) for one in each)}
@@ -112,12 +113,3 @@ def undecayed_names(model: nn.Module) -> set[str]:
 def rates_of_states(model: nn.Module) -> set[str]:
     """Return the trained matrices that are logs of the rates of states, which decay would pull towards one rate."""
     return {name for name, each in trained(model).items() if each.ndim > 1 and name.rpartition(".")[2] == _RATES}
-
-
-def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of every weight, by its first name: a tied weight has several."""
-    first: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
-    names: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(first[id(parameter)], []).append(name)
-    return names

@@ -41,12 +41,10 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, Parts]:
             experts = parameter.ndim == 3 and "experts" in prefix
             if linear or experts:
                 last = own if experts else prefix.rsplit(".", 1)[-1]
-                if each := _adapter_of_experts(model, prefix):
-                    found[name] = each
-                    continue
                 # Conv1D stores a matrix input first; so do some networks' experts, which their sizes show.
                 axis = 1 if isinstance(module, Conv1D) else 0
-                found[name] = _parts(last, axis, parameter.shape[-2:], model)
+                adapter = _adapter_of_experts(model, prefix)
+                found[name] = adapter or _parts(last, axis, parameter.shape[-2:], model)
     return found
 
 

@@ -7,7 +7,6 @@ that are kept do not depend on how the tensor is split.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 
@@ -23,27 +22,6 @@ flat tensor, as others have them, would be cut."""
 
 _FEW = 4096
 """Smaller parameters keep fp32: the norms of all layers are a ten-thousandth of a model."""
-
-
-class Kept(Protocol):
-    """How one moment is kept."""
-
-    rounded: bool
-    """Whether writing it needs noise."""
-    grouped: bool
-    """Whether it is read and written in groups: rows x groups of each x numbers, and rows x groups x 1 of scales."""
-
-    def zeros(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors of a moment that is 0, by the suffix that is added to its name."""
-
-    def tables(self, device: torch.device) -> Tensors:
-        """Return the constants that reading and writing need."""
-
-    def read(self, kept: Tensors, tables: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """Return the numbers of some rows."""
-
-    def write(self, value: torch.Tensor, tables: Tensors, noise: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the tensors that keep the numbers of some rows."""
 
 
 class AsType:
@@ -124,6 +102,13 @@ class EightBit:
         if self._squares:
             up = up | ((below == 0) & (share > 0))
         return {"": (below + up).to(torch.uint8), "_scale": scale}
+
+
+Kept = AsType | EightBit
+"""How one moment is kept. `zeros` returns the tensors of one that is 0, by the suffix that is added to its name, and
+`tables` the constants that reading and writing need. `read` returns the numbers of some rows, and `write` the tensors
+that keep them. `rounded`: writing needs noise. `grouped`: it is read and written in groups, rows x groups of each x
+numbers, and rows x groups x 1 of scales."""
 
 
 def _at(levels: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from raytune_fsdp.config.sections.optimizers import MuonOptimizer
 from raytune_fsdp.model.pieces.pieces import local_piece
@@ -22,7 +22,7 @@ from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution
 from raytune_fsdp.step.optim.groups import Group
 from raytune_fsdp.step.optim.matrices import Parts
 from raytune_fsdp.step.optim.pieces import Split, in_parts
-from raytune_fsdp.step.optim.update import Optimizer, Trained, decayed, replace, update_dtype, write
+from raytune_fsdp.step.optim.update import Optimizer, Trained, Updates, decayed, replace, update_dtype, write
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration. Muon's authors chose them to raise small singular values fastest, to between
@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 26
 """Numbers of experts that are made orthogonal at once, where that is done."""
 
 
-class Muon:
+class Muon(Updates):
     """Muon for hidden matrices, and another optimizer for the rest."""
 
     def __init__(
@@ -43,33 +43,29 @@ class Muon:
         chosen: MuonOptimizer,
         execution: Execution = BY_OPERATION,
     ) -> None:
-        self._trained = weights
+        super().__init__(weights, execution)
         self._parts = parts
         self._rest = rest
         self._chosen = chosen
-        self._execution = execution
-        self.groups = weights.groups
         self._split = Split.of(next(iter(weights.named.values())))
         self._many = Many()
 
     def init_state(self) -> None:
-        for name, parameter in self._trained.named.items():
-            if name not in self._trained.state:
-                momentum = {"momentum": torch.zeros_like(parameter)}
-                self._trained.state[name] = {**self._trained.start(name), **momentum}
+        super().init_state()
         if self._rest is not None:
             self._rest.init_state()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         rest = {} if self._rest is None else self._rest.state_tensors()
-        return {**self._trained.state_tensors(), **rest}
+        return {**super().state_tensors(), **rest}
 
-    @torch.no_grad()
     def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
-        self.init_state()
-        self._trained.update(partial(self._take, lr_factor), found_inf, self._execution)
+        super().step(lr_factor, found_inf)
         if self._rest is not None:
             self._rest.step(lr_factor, found_inf)
+
+    def _moments(self, name: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        return {"momentum": torch.zeros_like(parameter)}
 
     def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
         taken = dict(self._trained.taken())
@@ -127,7 +123,8 @@ class Muon:
         local, mesh = local_piece(parameter), self._split.mesh
         # With parallel.cpu_offload the shards are in the host's memory, and the ranks compute and communicate on GPUs.
         place = local.device.type if mesh is None else mesh.device_type
-        found = torch.empty_like(local, dtype=_works_in(local, place))
+        # bf16 is enough for the iteration, since it only ends near 1, but CPUs are not faster in it.
+        found = torch.empty_like(local, dtype=torch.bfloat16 if place == "cuda" else update_dtype(local))
         for rows in in_parts(parameter, at_once=self._execution.at_once):
             into, share = (rows.of(momentum), rows.of(found)), self._chosen.momentum
             self._execution(_mean, into, rows.of(parameter.grad), share, self._chosen.nesterov, skip)
@@ -164,11 +161,6 @@ def _move(
 ) -> None:
     lr, remains = numbers
     write(weight, decayed(weight, remains) - update.to(update_dtype(weight)) * lr, noise, step, skip)
-
-
-def _works_in(piece: torch.Tensor, place: str) -> torch.dtype:
-    """Return the type of the iteration: bf16 is enough, since it only ends near 1, but CPUs are not faster in it."""
-    return torch.bfloat16 if place == "cuda" else update_dtype(piece)
 
 
 def orthogonal_together(

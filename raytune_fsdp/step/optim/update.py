@@ -1,16 +1,17 @@
-"""What optimizers without a kernel that takes `found_inf` share: if it is 1 nothing changes, and no host waits."""
+"""What optimizers share: if `found_inf` is 1 nothing changes, and no host waits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from raytune_fsdp.base.random import derive_key
-from raytune_fsdp.step.optim.execution import Execution
+from raytune_fsdp.step.optim.execution import BY_OPERATION, Execution
 from raytune_fsdp.step.optim.groups import Group
 from raytune_fsdp.step.optim.pieces import Rows, at
 
@@ -29,6 +30,24 @@ class Optimizer(Protocol):
 
         If `found_inf` (a number on the device) is 1, weights and state stay as they are, bit for bit.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatesAfter:
+    """An optimizer that has something else done before each update."""
+
+    before: Callable[[], None]
+    optimizer: Optimizer
+
+    def init_state(self) -> None:
+        self.optimizer.init_state()
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        return self.optimizer.state_tensors()
+
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        self.before()
+        self.optimizer.step(lr_factor, found_inf)
 
 
 class Trained:
@@ -50,7 +69,6 @@ class Trained:
         self._seed = seed
         self._stochastic = stochastic_rounding
         self._noise: dict[tuple[str, str, int, int], torch.Tensor] = {}
-        self._agreed = False
 
     def taken(self) -> list[tuple[str, Group]]:
         """Return the weights that have a gradient, with their groups."""
@@ -58,27 +76,6 @@ class Trained:
 
     def rate(self, group: Group, lr_factor: float) -> float:
         return self._lr * group.lr_ratio * lr_factor
-
-    def skipped(self, found_inf: torch.Tensor) -> torch.Tensor:
-        """Return whether nothing may change, on the device of the weights."""
-        return at(next(iter(self.named.values())).device, found_inf) > 0
-
-    def update(self, take: Callable[[torch.Tensor], None], found_inf: torch.Tensor, execution: Execution) -> None:
-        """Have `take` update the weights, which is told whether nothing may change; then drop their gradients.
-
-        The first update is tried without effect before, if ranks have to agree on how it runs.
-        """
-        skip = self.skipped(found_inf)
-        if execution.needs_trial and not self._agreed:
-            take(torch.ones_like(skip))
-            execution.agree()
-            self._agreed = True
-        take(skip)
-        self.drop_gradients()
-
-    def start(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the state that every weight has besides its moments."""
-        return {"step": torch.zeros((), dtype=torch.float32, device=self.named[name].device)}
 
     def count(self, names: Sequence[str], skip: torch.Tensor) -> list[torch.Tensor]:
         """Count these updates and return their numbers, which key their noise. A skipped update is not counted."""
@@ -100,12 +97,51 @@ class Trained:
         rounded = self._stochastic and self.named[name].dtype == torch.bfloat16
         return self.noise(name, "weight", rows) if rounded else None
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        return {f"{name}.{key}": tensor for name in self.named for key, tensor in self.state.get(name, {}).items()}
+    def to_weights(self, flag: torch.Tensor) -> torch.Tensor:
+        """Return a flag on the device of the weights."""
+        return at(next(iter(self.named.values())).device, flag)
 
     def drop_gradients(self) -> None:
         for parameter in self.named.values():
             parameter.grad = None
+
+
+class Updates:
+    """An optimizer of trained weights: a kind of it says what their moments begin as, and how they are updated."""
+
+    def __init__(self, weights: Trained, execution: Execution = BY_OPERATION) -> None:
+        self._trained, self._execution = weights, execution
+        self._agreed = False
+        self.groups = weights.groups
+
+    def init_state(self) -> None:
+        for name, parameter in self._trained.named.items():
+            if name not in self._trained.state:
+                counted = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                self._trained.state[name] = {"step": counted, **self._moments(name, parameter)}
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        state = self._trained.state
+        return {f"{name}.{key}": each for name in self._trained.named for key, each in state.get(name, {}).items()}
+
+    @torch.no_grad()
+    def step(self, lr_factor: float, found_inf: torch.Tensor) -> None:
+        self.init_state()
+        skip = self._trained.to_weights(found_inf) > 0
+        if self._execution.needs_trial and not self._agreed:  # tried without effect, for ranks to agree on how it runs
+            self._take(lr_factor, torch.ones_like(skip))
+            self._execution.agree()
+            self._agreed = True
+        self._take(lr_factor, skip)
+        self._trained.drop_gradients()
+
+    def _moments(self, name: str, parameter: nn.Parameter) -> Mapping[str, torch.Tensor]:
+        """Return the moments that a weight begins with."""
+        raise NotImplementedError
+
+    def _take(self, lr_factor: float, skip: torch.Tensor) -> None:
+        """Update the weights that have a gradient; none changes where `skip` is true."""
+        raise NotImplementedError
 
 
 def replace(tensor: torch.Tensor, value: torch.Tensor, skip: torch.Tensor) -> None:
@@ -154,10 +190,6 @@ class Noise:
     def at(self, first: int, left: int, device: torch.device) -> torch.Tensor:
         """Return all that `drawn` needs to know of rows and columns that begin here, besides the step."""
         return torch.tensor([*self._keys, first, left], dtype=torch.int32, device=device)
-
-    def of(self, step: torch.Tensor, first: int, rows: int, columns: int, left: int = 0) -> torch.Tensor:
-        """Return the noise of these rows and columns at a step, which is a number on the device."""
-        return drawn(self.at(first, left, step.device), step, torch.empty(rows, columns, device="meta"))
 
 
 def drawn(noise: torch.Tensor, step: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
