@@ -37,18 +37,13 @@ class DatasetCount:
         return cls(**{**values, "lengths": {int(n): many for n, many in values["lengths"].items()}})
 
     def add(self, other: DatasetCount) -> None:
-        self.rows += other.rows
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.target_tokens += other.target_tokens
-        self.truncated += other.truncated
-        self.cut += other.cut
-        self.without_targets += other.without_targets
-        self.groups += other.groups
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
-        for bucket, count in other.lengths.items():
-            self.lengths[bucket] = self.lengths.get(bucket, 0) + count
+        for name, more in asdict(other).items():
+            own = getattr(self, name)
+            if isinstance(more, dict):
+                for key, count in more.items():
+                    own[key] = own.get(key, 0) + count
+            else:
+                setattr(self, name, own + more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
