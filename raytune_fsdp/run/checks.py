@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -22,8 +23,6 @@ from raytune_fsdp.plan.cadence import cadence_in_words, is_multiple
 from raytune_fsdp.plan.plan import Plan, layout_of, least_ranks, resolve
 from raytune_fsdp.plan.run_dir import RunDir, check_checkpoint_links, check_links, is_place_of_exports
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
-from raytune_fsdp.record.copies.tensorboard import tensorboard_installed
-from raytune_fsdp.record.copies.wandb import wandb_installed
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +108,12 @@ def check_trackers(config: FinetuneConfig) -> None:
             f"tracking.mlflow.register={mlflow.register} with model.head and method.type={config.method.type}: "
             "mlflow.transformers loads no adapter with a head of its own: set export.merge=true, or leave register out"
         )
-    if config.tracking.wandb.enabled and not wandb_installed():
+    if config.tracking.wandb.enabled and find_spec("wandb") is None:
         raise ConfigError(
             "tracking.wandb.enabled=true, but wandb is not installed: pip install wandb, or set it to false"
         )
-    if config.tracking.tensorboard.enabled and not tensorboard_installed():
+    # tensorboardX writes the files, and Ray Train brings it. TensorBoard itself is only needed to look at them.
+    if config.tracking.tensorboard.enabled and find_spec("tensorboardX") is None:
         raise ConfigError(
             "tracking.tensorboard.enabled=true, but nothing here writes its files: pip install tensorboardX, or set it "
             "to false"

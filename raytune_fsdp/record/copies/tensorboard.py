@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,6 @@ from raytune_fsdp.plan.run_dir import TENSORBOARD
 from raytune_fsdp.record.copies.following import Copy
 from raytune_fsdp.record.copies.mlflow_run import node_points_of, points_of
 from raytune_fsdp.record.tracker import Status
-
-
-def tensorboard_installed() -> bool:
-    """Return whether tensorboardX is installed: it writes the files, and Ray Train brings it.
-
-    TensorBoard itself is only needed to look at them.
-    """
-    return find_spec("tensorboardX") is not None
 
 
 class TensorboardTracker(Copy):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,6 @@ from raytune_fsdp.record.tracker import Status
 # W&B's exit codes: 255 means stopped by a user, any other but 0 a crash.
 _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "interrupted": 255}
 _EVALUATED = "evaluated_step"
-
-
-def wandb_installed() -> bool:
-    return find_spec("wandb") is not None
 
 
 class WandbTracker(Copy):
