@@ -133,8 +133,7 @@ def assemble(
         config, prepared, standing, model, optimizer, tracker,
         saved=hooks.saved, uncommitted=opened.uncommitted, notices=hooks.notices, peers=hooks.peers,
     )  # fmt: skip
-    _report(tracker, built, saves, hooks.predicted)
-    _report_asked(tracker, None if given is None else reference, teacher)
+    _report(tracker, built, saves, hooks.predicted, None if given is None else reference, teacher)
     return RankRun(
         config=config,
         plan=plan,
@@ -216,8 +215,16 @@ def _meter(
     )  # fmt: skip
 
 
-def _report(tracker: Tracker, built: Build, saves: Saves, predicted: Predicted | NotPredicted | None) -> None:
-    """Report how the attempt uses the memory of devices and nodes. Collective."""
+def _report(
+    tracker: Tracker,
+    built: Build,
+    saves: Saves,
+    predicted: Predicted | NotPredicted | None,
+    reference: Reference | None,
+    teacher: Teacher | None,
+) -> None:
+    """Report how the attempt uses the memory of devices and nodes, and what other models have said of the run's
+    documents. Collective."""
     match predicted:
         case Predicted():
             tracker.event(
@@ -231,10 +238,6 @@ def _report(tracker: Tracker, built: Build, saves: Saves, predicted: Predicted |
     kept = 0 if saves.copies is None else saves.copies.nbytes(saves.saver)
     if cramped := node_without_room(saves.saver.nbytes_staged() + kept):
         tracker.event(names.MEMORY_SHORT, **cramped, **({"peer_copies": kept} if kept else {}))
-
-
-def _report_asked(tracker: Tracker, reference: Reference | None, teacher: Teacher | None) -> None:
-    """Report what other models have said of the run's documents."""
     if reference is not None:
         tracker.event(names.REFERENCE, **reference.event())
     if teacher is not None:
