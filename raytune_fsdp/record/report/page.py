@@ -107,10 +107,13 @@ def page(run_dirs: Sequence[Path], seen: Mapping[Path, str] | None = None) -> st
     )
 
 
-def rendered(template: str, script: str, data: Any, **said: Any) -> str:
-    """Return a page from a template, with its style, its script, and the data that the script reads."""
-    style, code = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", script))
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+def rendered(template: str, script: str, data: Any, place: Path = _HERE, **said: Any) -> str:
+    """Return a page from a template, with its style, its script, and the data that the script reads.
+
+    `place`: the directory of all three.
+    """
+    style, code = ((place / name).read_text(encoding="utf-8") for name in ("page.css", script))
+    environment = Environment(loader=FileSystemLoader(place), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template(template).render(
         made=facts.moment(time.time()),
         style=Markup(style),
