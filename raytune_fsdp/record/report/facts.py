@@ -200,7 +200,12 @@ def answers(history: History) -> dict[str, Any]:
     if len(steps) > _ANSWER_STEPS:
         steps = [steps[i] for i in np.linspace(0, len(steps) - 1, _ANSWER_STEPS).round().astype(int)]
     rows = [
-        (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])  # None: it was not asked
+        (
+            shown_value(prompt, _ANSWER),
+            [
+                shown_value(by_step[step], _ANSWER) if step in by_step else None for step in steps
+            ],  # None: it was not asked
+        )
         for prompt, by_step in said.items()
     ]
     return {"steps": steps, "rows": rows}
@@ -236,11 +241,6 @@ def moment(seconds: float) -> str:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, OverflowError):  # NaN, or after the year 9999 in UTC
         return ""
-
-
-def _cut(text: str) -> str:
-    clean = str(redact_shapes(text))
-    return clean if len(clean) <= _ANSWER else f"{clean[:_ANSWER]}…"
 
 
 def some_rows(rows: list[Any]) -> list[Any]:
