@@ -70,16 +70,12 @@ def make_report(run_dir: Path) -> Path | None:
         with suppress(OSError, ValueError):
             there = read_file(path, limit=_MOST_BYTES).decode()
         # The same command on a complete run makes the page again: a new date alone would send it to MLflow once more.
-        if _undated(text) != _undated(there):
+        if _MADE.sub("", text) != _MADE.sub("", there):
             write_page(path, text, private=True)
         return path
     except Exception as error:  # whatever it is, the model is trained
         logger.warning("there is no report of %s: %s", run_dir, in_one_line(error))
         return None
-
-
-def _undated(text: str) -> str:
-    return _MADE.sub("", text)
 
 
 def page(run_dirs: Sequence[Path], seen: Mapping[Path, str] | None = None) -> str:
