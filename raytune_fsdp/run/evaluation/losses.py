@@ -24,7 +24,7 @@ from raytune_fsdp.model.objective.judged import KINDS, SCORE_KINDS, Formula, Gro
 from raytune_fsdp.model.objective.loss import micro_batch_loss
 from raytune_fsdp.model.objective.scores import LossOfGroups, ScoredDocuments, ScoreObjective
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
+from raytune_fsdp.record.names import evaluation_on
 from raytune_fsdp.run.evaluation.score_figures import figures_of
 from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
@@ -62,9 +62,7 @@ def losses(
                 # A few numbers of each document.
                 scored = [(batch.index, groups.own(model, batch)) for batch in batches]
                 values = {**figures_of(groups, scored), **_of_scores(scored, groups, device, exact=exact)}
-                results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
-                continue
-            if groups is not None and windows.kind is not None:
+            elif groups is not None and windows.kind is not None:
                 compared = not groups.config.compares or (groups.reference or told) is not None
                 if not compared and rank == 0:
                     logger.warning(
@@ -72,11 +70,11 @@ def losses(
                         "is measured; evaluate the run or one of its checkpoints", name,
                     )  # fmt: skip
                 values = _of_groups(model, batches, groups, device, compared=compared, exact=exact)
-                results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
-                continue
-            each = ((batch.index, eval_step(model, batch)) for batch in batches)
-            total, right, targets = _summed(each, 3, device, exact=exact).tolist()
-            results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
+            else:
+                each = ((batch.index, eval_step(model, batch)) for batch in batches)
+                total, right, targets = _summed(each, 3, device, exact=exact).tolist()
+                values = {"loss": total / targets, "accuracy": right / targets}
+            results |= {evaluation_on(name, kind): value for kind, value in values.items()}
     return results
 
 
