@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.record import names
@@ -166,6 +167,14 @@ class Goodput:
 def read_goodput(run_dir: Path) -> Goodput | None:
     """Read a run's record once; None if it does not say when an attempt began."""
     return goodput(each_event(run_dir / EVENTS_FILE), step_times(raw for _, raw in raw_steps(run_dir / METRICS_FILE)))
+
+
+def known_goodput(run_dir: Path) -> Goodput | None:
+    """Return the same for what can do without it: None also if the record cannot be read, or has no time in it."""
+    with suppress(RaytuneError, OSError, ValueError):
+        found = read_goodput(run_dir)
+        return found if found is not None and found.seconds else None
+    return None
 
 
 def step_times(lines: Iterable[bytes]) -> Iterator[StepTime]:
