@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raytune_fsdp.base.errors import RaytuneError
-from raytune_fsdp.base.untrusted import LINE_BYTES, MIB, is_count, lines_of, open_regular, read_json
+from raytune_fsdp.base.untrusted import LINE_BYTES, MIB, is_count, lines_of, open_regular, read_json_object
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, PLAN_FILE
 from raytune_fsdp.record import names
 from raytune_fsdp.record.goodput import known_goodput
@@ -90,8 +90,7 @@ def overview(path: Path, *, productive: bool = False) -> Overview:
 def steps_of(path: Path) -> int | None:
     """Return how many steps a run has when it is complete; None if its plan cannot be read."""
     with suppress(OSError, ValueError):
-        plan = read_json(path / PLAN_FILE, limit=_PLAN_BYTES)
-        steps = plan.get("steps") if isinstance(plan, dict) else None
+        steps = read_json_object(path / PLAN_FILE, limit=_PLAN_BYTES).get("steps")
         return steps if is_count(steps) else None
     return None
 
