@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.base.durable import keep_private
+from raytune_fsdp.base.durable import keep_private, replace_at_once
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.record.lines import step_of, time_of
@@ -56,6 +56,8 @@ _MAX_NAME = 500  # of a dataset
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _START = "raytune_fsdp.start"
+_ASKED_FOR = "?"
+"""Prefix of a token in the file of the run's id: a run with this token was asked for, but its id is not known."""
 ATTEMPT = "raytune_fsdp.attempt"
 PARENT = "mlflow.parentRunId"
 _NAMES, _TODAYS_NAMES = "raytune_fsdp.names", "2"
@@ -254,25 +256,34 @@ def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
         return None
 
 
-def create_run(
+def kept_run(
     client: MlflowClient,
+    uri: str,
+    file: Path,
+    known: str,
     *,
     experiment: str,
     artifact_root: str | None,
     name: str,
-    token: str,
-    again: bool,
     source: Mapping[str, str],
 ) -> MlflowRun:
-    """Create a run. With `again`, look for its `token` first: a server may have created it, and its answer got lost.
+    """Return the run that `known` names, which a file has kept; else create one. `file` keeps its id.
 
     `source`: tags of what has made it.
     """
-    experiment_id = _experiment_id(client, experiment, artifact_root)
-    if again and (found := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
-        return MlflowRun(client, found[0])
-    tags = {_START: token, _NAMES: _TODAYS_NAMES, **source}
-    return MlflowRun(client, client.create_run(experiment_id, tags=tags, run_name=name))
+    asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
+    run = find_run(client, uri, known) if known and asked_for is None else None
+    if run is None:
+        # Keep the token before asking: a server may create a run and its answer get lost, or this process crash.
+        token = asked_for or uuid.uuid4().hex
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
+        experiment_id = _experiment_id(client, experiment, artifact_root)
+        there = [] if asked_for is None else client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")
+        tags = {_START: token, _NAMES: _TODAYS_NAMES, **source}
+        run = MlflowRun(client, there[0] if there else client.create_run(experiment_id, tags=tags, run_name=name))
+    replace_at_once(file, f"{run.id}\n".encode())
+    return run
 
 
 def _get(client: MlflowClient, run_id: str) -> Run:
