@@ -9,7 +9,7 @@ the command says so (`--trust-places`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,18 +43,11 @@ from raytune_fsdp.plan.run_dir import (
     is_run,
     names_checkpoints,
 )
+from raytune_fsdp.record.report.history import setting
 
-_MODELS = (
-    ("model", "path"),
-    ("model", "tokenizer"),
-    ("method", "adapter"),
-    ("reference", "model"),
-    ("teacher", "model"),
-)
-_LISTS = (("data", "train"), ("data", "eval"), ("eval", "tasks"))
-_OTHERS = (
-    ("data", "cache", "path"), ("data", "chat_template"), ("checkpoint", "storage"), ("tracking", "mlflow", "uri"),
-)  # fmt: skip
+_MODELS = ("model.path", "model.tokenizer", "method.adapter", "reference.model", "teacher.model")
+_LISTS = ("data.train", "data.eval", "eval.tasks")
+_OTHERS = ("data.cache.path", "data.chat_template", "checkpoint.storage", "tracking.mlflow.uri")
 _CHECKPOINTS, _BASE = "checkpoints_at=", "base="
 _MOST_SHOWN, _MOST_RUNS = 10, 100
 
@@ -64,11 +57,11 @@ def places_in(tree: Any) -> set[str]:
 
     What is on the hub is no place.
     """
-    named = [(".".join(keys), _value(tree, keys)) for keys in (*_MODELS, *_OTHERS)]
-    for keys in _LISTS:
-        rows = _value(tree, keys)
+    named = [(field, setting(tree, field)) for field in (*_MODELS, *_OTHERS)]
+    for listed in _LISTS:
+        rows = setting(tree, listed)
         for row in rows if isinstance(rows, list) else []:
-            named += [(f"{'.'.join(keys)}.{key}", _value(row, (key,))) for key in ("path", "hub", "chat_template")]
+            named += [(f"{listed}.{key}", setting(row, key)) for key in ("path", "hub", "chat_template")]
     return {f"{field}={text}" for field, text in named if isinstance(text, str) and _is_place(field, text)}
 
 
@@ -210,12 +203,6 @@ def run_of(place: str) -> str | None:
     return place if mine else None
 
 
-def _value(tree: Any, keys: Iterable[str]) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
-
-
 def _is_place(field: str, text: str) -> bool:
     if not text or text.startswith("hf://"):
         return False
@@ -224,7 +211,7 @@ def _is_place(field: str, text: str) -> bool:
 
         return not is_shipped(text)
     # A directory may stand where the name of a hub repository is expected, and is used in its place.
-    return not (field.endswith(".hub") or tuple(field.split(".")) in _MODELS) or _is_directory(text)
+    return not (field.endswith(".hub") or field in _MODELS) or _is_directory(text)
 
 
 def _is_directory(text: str) -> bool:
