@@ -151,7 +151,7 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
             parts.tracker.event(names.KERNELS_CHANGED, what=what, was=COMPILED, now=EAGER, why=failure)
     for fields in parts.meter.slow():
         parts.tracker.event(names.SLOW_RANK, step=step, **fields)
-    for fields in parts.meter.forecast():
+    for fields in parts.meter.forecast.news():
         parts.tracker.event(names.PREDICTION_CHECKED, **fields)
     for fields in parts.profiler.news():
         parts.tracker.event(names.PROFILED, **fields)
