@@ -254,10 +254,8 @@ def some_rows(rows: list[Any]) -> list[Any]:
 
 def predictions(history: History) -> list[tuple[str, str, str, str]]:
     """Return name, predicted value, measured value and relative error of each prediction, by the last events."""
-    said: Mapping[str, Any] = {}
-    for event in history.events:
-        if event["event"] == names.PREDICTED:
-            said = event["fields"]
+    predicted = (event["fields"] for event in reversed(history.events) if event["event"] == names.PREDICTED)
+    said: Mapping[str, Any] = next(predicted, {})
     measured: dict[str, Any] = {}
     for event in history.events:
         if event["event"] == names.PREDICTION_CHECKED:
