@@ -36,7 +36,7 @@ wrong is off by the whole score."""
 _PAD, _LENGTHS = 0, (16, 11)
 
 
-def check_scores(config: FinetuneConfig, network: PreTrainedModel) -> None:
+def check_scores(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
     """Refuse a network whose class in transformers scores otherwise than its head, if it has one that scores."""
     if head_of(network) is None:
         return
