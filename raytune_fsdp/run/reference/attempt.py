@@ -19,7 +19,7 @@ from raytune_fsdp.plan.identity import REFERENCE_ALSO, REFERENCE_OF, REFERENCE_V
 from raytune_fsdp.run.fetching import Say
 from raytune_fsdp.run.reference.during import is_within
 from raytune_fsdp.run.reference.network import build_reference, let_go
-from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
+from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_run
 from raytune_fsdp.run.reference.unchanged import KeptBy, check_unchanged, digest_now, digest_of_how, how_computed
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import ReferenceModel
@@ -119,7 +119,7 @@ def _data(
     yield "the training data", train, places
     for name, windows in ({} if prepared.dry else prepared.evals).items():
         if windows.kind is not None:
-            yield name, windows, places_of_evaluation(windows)
+            yield name, windows, [(0, k) for k in range(windows.count(0))]
 
 
 def _kept(
