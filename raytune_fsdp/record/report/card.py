@@ -36,12 +36,10 @@ from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.names import of_calibration, with_perplexity
 from raytune_fsdp.record.report.ancestors import of_lineage
 from raytune_fsdp.record.report.card_scores import of_scores, scores
-from raytune_fsdp.record.report.card_teacher import of_teacher
+from raytune_fsdp.record.report.card_teacher import of_teacher, without_directory
 
 logger = logging.getLogger(__name__)
 
-_LOCAL = ("/", "~", "./", "../", "file:")
-"""Prefixes of paths that exist only on one machine."""
 _FINGERPRINT = "- fingerprint of everything that decided the training"
 _RECIPE_BYTES = 4 * MIB  # the whole config of a run: 5 kB
 RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train", "reference", "teacher")
@@ -217,7 +215,7 @@ def _summary(
     if model.get("init") == "random":
         origin = " from random weights"
     elif path:
-        origin = f" from {_code(path if recipe['model_on_hub'] else _shown(path))}"
+        origin = f" from {_code(path if recipe['model_on_hub'] else without_directory(path))}"
     what = f"An adapter of a {_code(kind)}, trained" if adapter else f"A {_code(kind)}, fine-tuned"
     yield f"{what}{origin} with raytune_fsdp{f' {_prose(version)}' if version else ''}."
     if adapter and not scores(hf_config):
@@ -257,7 +255,9 @@ def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
             if key.startswith((f"data.train.{number}.", f"data.datasets.{number}."))
         }
         place = int(number)
-        name = _shown(listed[place].get("path") or listed[place].get("hub")) if place < len(listed) else number
+        name = (
+            without_directory(listed[place].get("path") or listed[place].get("hub")) if place < len(listed) else number
+        )
         yield f"| {_prose(name)} | `{_fingerprint(own)}` |"
 
 
@@ -320,12 +320,6 @@ def _code(text: object) -> str:
     return f"`{printable(str(text)).replace('`', chr(39))}`"
 
 
-def _shown(path: object) -> str:
-    """Reduce a local path to its name; leave a public one unchanged."""
-    text = str(path)
-    return Path(text).name if text.startswith(_LOCAL) else text
-
-
 def _shortened(value: Any) -> Any:
     """Return a config without unset fields, and with local paths reduced to their names."""
     if isinstance(value, Mapping):
@@ -333,4 +327,4 @@ def _shortened(value: Any) -> Any:
         return {key: each for key, each in short.items() if each is not None and each != {}}
     if isinstance(value, list):
         return [_shortened(each) for each in value]
-    return printable(_shown(value), keep="\n\t") if isinstance(value, str) else value
+    return printable(without_directory(value), keep="\n\t") if isinstance(value, str) else value

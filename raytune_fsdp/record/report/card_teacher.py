@@ -15,6 +15,7 @@ from raytune_fsdp.record.names import TEACHER
 
 _MOST = 100
 _LOCAL = ("/", "~", "./", "../", "file:")
+"""Prefixes of paths that exist only on one machine."""
 
 
 def of_teacher(recipe: Mapping[str, Any], run_dir: Path | None) -> Iterator[str]:
@@ -25,7 +26,7 @@ def of_teacher(recipe: Mapping[str, Any], run_dir: Path | None) -> Iterator[str]
     said = _said(run_dir)
     # Where only what it predicted was there, the record knows its name.
     name = said.get("model") if isinstance(said.get("model"), str) else model
-    where = Path(str(name)).name if str(name).startswith(_LOCAL) else str(name)
+    where = without_directory(name)
     top_k, temperature = _plain(teacher.get("top_k", 64)), _plain(teacher.get("temperature", 1.0))
     yield from (
         "",
@@ -56,6 +57,12 @@ def _not_kept(said: Mapping[str, Any]) -> Iterator[str]:
         values = (share.get("mean"), share.get("largest")) if isinstance(share, Mapping) else ()
         if all(isinstance(each, int | float) and math.isfinite(each) for each in values) and values:
             yield f"| {_code(str(name))} | {values[0]:.2%} on average, at most {values[1]:.2%} of one token's |"
+
+
+def without_directory(path: object) -> str:
+    """Reduce a local path to its name; leave a public one unchanged."""
+    text = str(path)
+    return Path(text).name if text.startswith(_LOCAL) else text
 
 
 def _plain(value: object) -> str:
