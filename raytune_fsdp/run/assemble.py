@@ -49,8 +49,7 @@ from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.open_record import open_run, start_tracker
-from raytune_fsdp.run.reference.attempt import Reference, open_reference
-from raytune_fsdp.run.reference.loss import loss_of_groups
+from raytune_fsdp.run.reference.attempt import Reference, loss_of_groups, open_reference
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import Saves, open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
