@@ -65,8 +65,8 @@ from raytune_fsdp.run.described import (
     why_bits_differed,
 )
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
+from raytune_fsdp.run.forks.parent import lineage_of
 from raytune_fsdp.run.forks.pins import is_pinned
-from raytune_fsdp.run.forks.record import lineage_of
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import lost_seconds, uncommitted_seconds
