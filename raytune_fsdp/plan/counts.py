@@ -69,6 +69,15 @@ class GroupsOfSteps:
         return f"{self.mean:,.1f} a step" + ("" if self.least is None else f", {self.least:,} to {self.most:,}")
 
 
+def _written(values: dict[str, Any], *later: str) -> str:
+    """Return counts as a file has them: of datasets only what is not 0, where older versions did not count it."""
+    for count in values["datasets"]:
+        for key in later:
+            if not count[key]:
+                del count[key]
+    return json.dumps(values)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCounts:
     """The counts of one window."""
@@ -78,12 +87,7 @@ class WindowCounts:
     skipped: tuple[SkippedRow, ...] = ()
 
     def to_json(self) -> str:
-        values = asdict(self)
-        for count in values["datasets"]:
-            for key in ("without_targets", "groups"):
-                if not count[key]:
-                    del count[key]  # as in files from before this was counted
-        return json.dumps(values)
+        return _written(asdict(self), "without_targets", "groups")
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WindowCounts:
@@ -112,11 +116,7 @@ class Census:
     """Windows that had to be tokenized for this census, because they were not in the cache."""
 
     def to_json(self) -> str:
-        values = asdict(self)
-        for count in values["datasets"]:
-            if not count["groups"]:
-                del count["groups"]  # as in files from before there were any
-        return json.dumps(values)
+        return _written(asdict(self), "groups")
 
     @classmethod
     def from_json(cls, text: str) -> Census:
