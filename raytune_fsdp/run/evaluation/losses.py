@@ -22,7 +22,7 @@ from raytune_fsdp.model.objective.figures import group_values
 from raytune_fsdp.model.objective.groups import GroupObjective
 from raytune_fsdp.model.objective.judged import KINDS, SCORE_KINDS, Formula, GroupDocuments
 from raytune_fsdp.model.objective.loss import micro_batch_loss
-from raytune_fsdp.model.objective.scores import LossOfGroups, ScoredDocuments, ScoreObjective
+from raytune_fsdp.model.objective.scores import LossOfGroups, ScoreObjective
 from raytune_fsdp.plan.plan import Layout
 from raytune_fsdp.record.names import evaluation_on
 from raytune_fsdp.run.evaluation.score_figures import figures_of
@@ -61,7 +61,9 @@ def losses(
             if isinstance(groups, ScoreObjective):
                 # A few numbers of each document.
                 scored = [(batch.index, groups.own(model, batch)) for batch in batches]
-                values = {**figures_of(groups, scored), **_of_scores(scored, groups, device, exact=exact)}
+                each = ((index, groups.judge(documents)[1].sum(1)) for index, documents in scored)
+                values = figures_of(groups, scored)
+                values |= group_values(_summed(each, len(SCORE_KINDS), device, exact=exact).tolist(), groups.config)
             elif groups is not None and windows.kind is not None:
                 compared = not groups.config.compares or (groups.reference or told) is not None
                 if not compared and rank == 0:
@@ -76,14 +78,6 @@ def losses(
                 values = {"loss": total / targets, "accuracy": right / targets}
             results |= {evaluation_on(name, kind): value for kind, value in values.items()}
     return results
-
-
-def _of_scores(
-    scored: Sequence[tuple[int, ScoredDocuments]], groups: ScoreObjective, device: torch.device, *, exact: bool
-) -> dict[str, float]:
-    """Return what is measured of scores, by its name in training."""
-    each = ((index, groups.judge(documents)[1].sum(1)) for index, documents in scored)
-    return group_values(_summed(each, len(SCORE_KINDS), device, exact=exact).tolist(), groups.config)
 
 
 def _of_groups(
