@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -189,13 +189,12 @@ def _check_storage(field: str, wanted: Path) -> None:
         ) from None
 
 
-def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | None = None) -> None:
+def check_best(config: FinetuneConfig, plan: Plan, known: Sequence[str] | None = None) -> None:
     """Refuse to keep the best checkpoints unless every checkpoint is evaluated, by a metric that exists.
 
-    `evaluations` are the names of the metrics; None as long as they are not known.
+    `known`: the names of the metrics; None as long as they are not known.
     """
     keep, best = config.checkpoint.keep_best, config.checkpoint.best
-    known = None if evaluations is None else list(evaluations)
     if keep and not (config.data.eval or config.eval.tasks):
         raise ConfigError(
             f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or set checkpoint.keep_best to 0"
@@ -215,16 +214,16 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         )
 
 
-def _one_of(known: list[str] | None) -> str:
+def _one_of(known: Sequence[str] | None) -> str:
     return f"one of {', '.join(known)}" if known else "a metric of eval.tasks"
 
 
-def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None = None) -> None:
+def check_early_stop(config: FinetuneConfig, known: Sequence[str] | None = None) -> None:
     """Refuse `eval.early_stop` where nothing is evaluated, or by a metric that no evaluation has.
 
-    `evaluations` are the names of the metrics; None as long as they are not known.
+    `known`: the names of the metrics; None as long as they are not known.
     """
-    rule, known = config.eval.early_stop, None if evaluations is None else list(evaluations)
+    rule = config.eval.early_stop
     if rule is None:
         return
     if not (config.data.eval or config.eval.tasks):
