@@ -19,7 +19,6 @@ from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.record import names
-from raytune_fsdp.record.names import score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
@@ -175,7 +174,7 @@ def _evaluate(parts: RankRun, step: int) -> None:
     )  # fmt: skip
     if values:
         parts.tracker.evaluation(step, values)
-        parts.saves.scored(step, score(values, parts.config.checkpoint.best))
+        parts.saves.scored(step, names.score(values, parts.config.checkpoint.best))
         ended = parts.early_stop.add(step, values)
         if ended is not None and step < parts.plan.steps:
             parts.tracker.event(names.STOPPED_EARLY, **ended)
