@@ -42,11 +42,6 @@ _BEGAN = {
 """The kernels that a run keeps for good, with what runs had whose states name none."""
 
 
-def gradients_of(state: RunState) -> str:
-    """Return the type in which a run with this saved state adds gradients of micro-batches, where it has a choice."""
-    return state.kernels.get("gradients", AS_WEIGHTS)
-
-
 def put_beginning(place: RunDir, state: RunState, adapters: Sequence[str] | None = None) -> None:
     """Make a run that does not exist yet begin like the run that saved this state, with these `adapted_modules`."""
     kernels = {key: state.kernels.get(key, began) for key, began in _BEGAN.items()}
