@@ -244,18 +244,6 @@ def get_run(client: MlflowClient, run_id: str) -> MlflowRun:
     return MlflowRun(client, _get(client, run_id))
 
 
-def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
-    """Return the run with an id; None, with a warning, if it is no longer there."""
-    try:
-        return get_run(client, run_id)
-    except GoneError:
-        logger.warning(
-            "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
-            shown_uri(uri), run_id,
-        )  # fmt: skip
-        return None
-
-
 def kept_run(
     client: MlflowClient,
     uri: str,
@@ -267,12 +255,20 @@ def kept_run(
     name: str,
     source: Mapping[str, str],
 ) -> MlflowRun:
-    """Return the run that `known` names, which a file has kept; else create one. `file` keeps its id.
+    """Return the run that `known` names, which a file has kept; else, with a warning if it is gone, create one.
 
-    `source`: tags of what has made it.
+    `file` keeps its id. `source`: tags of what has made it.
     """
     asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
-    run = find_run(client, uri, known) if known and asked_for is None else None
+    run = None
+    if known and asked_for is None:
+        try:
+            run = get_run(client, known)
+        except GoneError:
+            logger.warning(
+                "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
+                shown_uri(uri), known,
+            )  # fmt: skip
     if run is None:
         # Keep the token before asking: a server may create a run and its answer get lost, or this process crash.
         token = asked_for or uuid.uuid4().hex
