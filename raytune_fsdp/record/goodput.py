@@ -73,7 +73,6 @@ class AttemptTime:
     """None: it failed before its ranks had agreed on a number."""
     begins_command: bool = True
     """Whether it is the first attempt of a command."""
-    ranks: int | None = None
     ended: str = ""
     """finished, failed, interrupted, handed_over; empty: it was killed, or still runs."""
     steps: int = 0
@@ -297,8 +296,7 @@ def _seen_in(events: Iterable[Mapping[str, Any]]) -> list[_Seen]:
 
 
 def _started(attempt: _Seen, fields: Mapping[str, Any], at: float) -> None:
-    world, cut = fields.get("world_size"), fields.get(names.CUT)
-    attempt.time.ranks = world if is_count(world) else None
+    cut = fields.get(names.CUT)
     attempt.cut = [each for each in cut if isinstance(each, dict)] if isinstance(cut, list) else []
     attempt.lost_before = _seconds(fields.get(names.LOST_SECONDS))
     attempt.resumed_from = attempt.at_step = step if is_count(step := fields.get("resumed_from")) else 0
