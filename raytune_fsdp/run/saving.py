@@ -27,9 +27,8 @@ from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
+from raytune_fsdp.config import CheckpointConfig, FinetuneConfig, RunConfig
 from raytune_fsdp.config.every import SaveEvery
-from raytune_fsdp.config.sections.run import RunConfig
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations, steps_after
