@@ -349,10 +349,8 @@ def once_in_gibibytes(values: Mapping[str, float]) -> dict[str, float]:
     """Return named numbers as charts want them: each once, and memory in GiB, as the end of its name then says."""
     found: dict[str, float] = {}
     for key, value in values.items():
-        if key.endswith("_bytes"):
+        if key.endswith("_bytes") or (key.startswith("system/") and key.endswith(_IN_BYTES)):
             found[f"{key.removesuffix('_bytes')}_gib"] = value / 2**30
-        elif key.startswith("system/") and key.endswith(_IN_BYTES):
-            found[f"{key}_gib"] = value / 2**30
         elif key not in OLDER:
             found[key] = value
     return found
