@@ -120,16 +120,12 @@ class MlflowRun:
 
     def add_params(self, params: Mapping[str, str]) -> None:
         """Add the params that are new. In MLflow a param never changes: a resumed run keeps its first value."""
-        from mlflow.entities import Param
-
-        new = [Param(key, value) for key, value in params.items() if key not in self.params]
+        new = [(key, value) for key, value in params.items() if key not in self.params]
         for first in range(0, len(new), _MAX_PARAMS):
             self._log(params=new[first : first + _MAX_PARAMS])
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        pairs = [RunTag(*pair) for pair in tags.items()]
+        pairs = list(tags.items())
         for first in range(0, len(pairs), _MAX_TAGS):
             self._log(tags=pairs[first : first + _MAX_TAGS])
         self.tags = {**self.tags, **tags}
@@ -179,12 +175,9 @@ class MlflowRun:
 
     def add_points(self, points: Sequence[Point], tags: Mapping[str, str]) -> None:
         """Add points, and set tags with the last of them."""
-        from mlflow.entities import Metric, RunTag
-
         for first in range(0, max(1, len(points)), MAX_POINTS):
-            metrics = [Metric(*point) for point in points[first : first + MAX_POINTS]]
             last = first + MAX_POINTS >= len(points)
-            self._log(metrics=metrics, tags=[RunTag(*pair) for pair in tags.items()] if last else [])
+            self._log(points[first : first + MAX_POINTS], tags=list(tags.items()) if last else ())
 
     def steps_of(self, key: str) -> list[int]:
         """Return the steps of all points of a metric."""
@@ -201,12 +194,21 @@ class MlflowRun:
         inputs = run.inputs.dataset_inputs if run.inputs else ()
         self.inputs = {(each.dataset.name, each.dataset.digest) for each in inputs}
 
-    def _log(self, **what: object) -> None:
+    def _log(
+        self, points: Sequence[Point] = (), params: Sequence[tuple[str, str]] = (), tags: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        from mlflow.entities import Metric, Param, RunTag
         from mlflow.exceptions import MlflowException
 
         try:
             # Synchronous: otherwise the client keeps a queue of its own, and does not report failures.
-            self._client.log_batch(self.id, **what, synchronous=True)
+            self._client.log_batch(
+                self.id,
+                metrics=[Metric(*each) for each in points],
+                params=[Param(*each) for each in params],
+                tags=[RunTag(*each) for each in tags],
+                synchronous=True,
+            )
         except MlflowException as error:
             if error.error_code not in _REFUSED:
                 raise
