@@ -65,16 +65,13 @@ class Reference:
                 )  # fmt: skip
         self.seconds += time.perf_counter() - started
         if self.is_complete:
-            self.record = self._record()
+            found = self.kept.record(REFERENCE_OF, REFERENCE_ALSO, used=any(task.uses_now for task in self.tasks))
+            digests = {name: digest for task in self.tasks for name, digest in task.digests.items()}
+            self.record = {**found, **({REFERENCE_VALUES: self.tasks[0].checked(digests)} if self.tasks else {})}
 
     def given(self) -> Given | None:
         """Return its values; None: every step asks for its own."""
         return Given(Known.of((task.known.names, task.known.values) for task in self.tasks)) if self.tasks else None
-
-    def _record(self) -> dict[str, Any]:
-        found = self.kept.record(REFERENCE_OF, REFERENCE_ALSO, used=any(task.uses_now for task in self.tasks))
-        digests = {name: digest for task in self.tasks for name, digest in task.digests.items()}
-        return {**found, **({REFERENCE_VALUES: self.tasks[0].checked(digests)} if self.tasks else {})}
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the event that describes it."""
