@@ -48,7 +48,7 @@ from raytune_fsdp.record.report.history import setting
 _MODELS = ("model.path", "model.tokenizer", "method.adapter", "reference.model", "teacher.model")
 _LISTS = ("data.train", "data.eval", "eval.tasks")
 _OTHERS = ("data.cache.path", "data.chat_template", "checkpoint.storage", "tracking.mlflow.uri")
-_CHECKPOINTS, _BASE = "checkpoints_at=", "base="
+_CHECKPOINTS, _BASE, _FORK = "checkpoints_at=", "base=", "fork="
 _MOST_SHOWN, _MOST_RUNS = 10, 100
 
 
@@ -77,7 +77,7 @@ def mark_of(config: FinetuneConfig, *, begins: bool = False) -> dict[str, Any] |
         # Both as checkpoints of adapters name it, and as the recipe does.
         named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
     if (parent := forked_run(config)) is not None:
-        named.add(_of_fork(parent))
+        named.add(f"{_FORK}{parent}")
     for model in _models_read(config, begins=begins):
         named |= {entry for _, _, led in _led_by(model) for entry in led}
     # Where the base was before it moved: older checkpoints name that place.
@@ -127,12 +127,8 @@ def check_parent(run: Path, parent: Path, *, trusted: bool, base: str) -> None:
     """Refuse to follow a run to the one of which it is a fork, and that one to where its checkpoints are, unless this
     user has chosen these places. `base`: see `check_places`."""
     if not trusted and parent.parent != run.parent:
-        _refuse(str(run), _strange(str(run), {_of_fork(parent)}, _chosen_in(str(run))))
+        _refuse(str(run), _strange(str(run), {f"{_FORK}{parent}"}, _chosen_in(str(run))))
     check_places(parent, trusted=trusted, base=base)
-
-
-def _of_fork(parent: Path) -> str:
-    return f"fork={parent}"
 
 
 def check_beginning(config: FinetuneConfig, *, trusted: bool, begins: bool = True) -> None:
