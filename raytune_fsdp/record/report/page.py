@@ -109,13 +109,15 @@ def rendered(template: str, script: str, data: Any, place: Path = _HERE, **said:
     """
     style, code = ((place / name).read_text(encoding="utf-8") for name in ("page.css", script))
     environment = Environment(loader=FileSystemLoader(place), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return environment.get_template(template).render(
         made=facts.moment(time.time()),
         style=Markup(style),
         style_hash=hash_of(style),
         script=Markup(code),
         script_hash=hash_of(code),
-        data=Markup(embedded(data)),
+        # It cannot end the element it is in: `</script>` in a name stays text.
+        data=Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")),
         **said,
     )
 
@@ -216,15 +218,6 @@ def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
         "causes": [cause.words for cause in found.causes[:_MOST_CAUSES]],
         "unknown": [*found.unknown, *found.related],
     }
-
-
-# Data inside a page from which nothing can break out, and hashes so that no other script or style can get in.
-
-
-def embedded(value: Any) -> str:
-    """Return JSON that cannot end the element it is in: `</script>` in a name stays text."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def hash_of(text: str) -> str:
