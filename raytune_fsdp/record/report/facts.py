@@ -19,7 +19,7 @@ from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import gibibytes, short, took
 from raytune_fsdp.record.lines import is_number
-from raytune_fsdp.record.report.history import History
+from raytune_fsdp.record.report.history import History, setting
 from raytune_fsdp.record.report.marks import AxisMark
 from raytune_fsdp.record.report.overview import ended_as
 from raytune_fsdp.record.tracker import flatten
@@ -99,10 +99,10 @@ def status(history: History, seen: str = "") -> tuple[str, str]:
 
 def best(history: History) -> tuple[int, float] | None:
     """Return step and value of the best evaluation by `checkpoint.best`; without it, by the lowest mean loss."""
-    named = history.setting("checkpoint.best")
+    named = setting(history.config, "checkpoint.best")
     if isinstance(named, str) and named in history.evaluations:
         points = [(step, value) for step, value, _ in history.evaluations[named]]
-        sign = -1 if names.highest_is_best(named, history.setting("checkpoint.best_is")) else 1
+        sign = -1 if names.highest_is_best(named, setting(history.config, "checkpoint.best_is")) else 1
     else:
         sign = 1
         losses: dict[int, list[float]] = {}
@@ -333,7 +333,7 @@ def rows_of(history: History, marks: list[AxisMark]) -> dict[str, Any]:
 
 def _packed(history: History) -> str:
     """Return a sentence on how full the trained samples were; an empty text if that is not known."""
-    seq_len, samples = history.setting("data.seq_len"), samples_seen(history)
+    seq_len, samples = setting(history.config, "data.seq_len"), samples_seen(history)
     steps, tokens = len(history.steps), float(history.columns["tokens"].sum())
     if samples is None or not is_count(seq_len) or seq_len < 1 or steps != history.steps[-1]:
         return ""  # if a step is missing, samples and tokens would not be of the same steps
