@@ -200,7 +200,7 @@ def step_times(lines: Iterable[bytes]) -> Iterator[StepTime]:
 def goodput(events: Iterable[Mapping[str, Any]], steps: Iterable[StepTime]) -> Goodput | None:
     """Divide the time of a run, by its events and the steps that stayed, both in the order of the record."""
     seen = _seen_in(events)
-    by_number = {each.number: each for each in seen if each.number is not None}
+    by_number = {each.time.number: each for each in seen if each.time.number is not None}
     if not any(math.isfinite(each.first_word) for each in seen):
         return None
     _add_cuts(seen, by_number)
@@ -221,7 +221,6 @@ class _Seen:
     """What the record says of an attempt."""
 
     def __init__(self, number: int | None) -> None:
-        self.number = number
         self.time = AttemptTime(number)
         self.first_word = self.last_word = math.nan
         """When the record first and last says something that happened in it."""
@@ -359,7 +358,7 @@ def _add_cuts(seen: list[_Seen], by_number: Mapping[int, _Seen]) -> None:
                 of.last = max(of.last, until) if math.isfinite(of.last) else until
             attempt.before = max(attempt.before, last)
         farthest = max(farthest, attempt.before, attempt.reached)
-        before = attempt if attempt.number is not None else before
+        before = attempt if attempt.time.number is not None else before
 
 
 class _LaidOut:
@@ -436,7 +435,7 @@ class _LaidOut:
         elif not attempt.time.failed:
             seconds["between" if trained else "load"] += self._until(attempt.over)
         else:
-            arrived = _ARRIVED in attempt.phases or attempt.number is not None
+            arrived = _ARRIVED in attempt.phases or attempt.time.number is not None
             before = "detect" if trained else "load" if arrived else "start"
             seconds[before] += self._until(attempt.over - attempt.stopping)
             seconds["stop"] += self._until(attempt.over)
