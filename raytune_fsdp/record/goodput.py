@@ -430,10 +430,9 @@ class _LaidOut:
     def _end(self, attempt: _Seen) -> None:
         seconds = attempt.time.seconds
         trained = attempt.time.steps or attempt.time.steps_lost or math.isfinite(attempt.first_step)
-        if not attempt.time.ended:  # killed together with its command, or it still runs
-            seconds["between" if trained else "load"] += self._until(attempt.last_word)
-        elif not attempt.time.failed:
-            seconds["between" if trained else "load"] += self._until(attempt.over)
+        if not attempt.time.failed:  # without an end it was killed together with its command, or it still runs
+            over = attempt.over if attempt.time.ended else attempt.last_word
+            seconds["between" if trained else "load"] += self._until(over)
         else:
             arrived = _ARRIVED in attempt.phases or attempt.time.number is not None
             before = "detect" if trained else "load" if arrived else "start"
