@@ -181,8 +181,7 @@ def _check_storage(field: str, wanted: Path) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{field}: {there} is not writable by this user; choose another path")
     try:
-        with TemporaryFile(dir=there):  # root may write everywhere, but not in /proc
-            pass
+        TemporaryFile(dir=there).close()  # root may write everywhere, but not in /proc
     except OSError as error:
         raise ConfigError(
             f"{field}: nothing can be written in {there} ({error.strerror}); choose another path"
