@@ -127,8 +127,8 @@ def test_tensorboard_has_an_evaluation_once_that_was_written_apart_from_its_step
     pytest.importorskip("tensorboardX")
     write = TensorboardTracker._write
 
-    def slow(self: TensorboardTracker, line: Mapping[str, Any]) -> None:
-        write(self, line)
+    def slow(self: TensorboardTracker, place: following.Position, line: Mapping[str, Any]) -> None:
+        write(self, place, line)
         time.sleep(0.11)  # each line is flushed by itself
 
     monkeypatch.setattr(TensorboardTracker, "_write", slow)
