@@ -68,8 +68,10 @@ def _used(
         place: dict[str, object]
         if dataset.hub is not None:
             kind = "hugging_face"
-            place = {"path": dataset.hub, "config_name": dataset.subset, "data_dir": None, "data_files": None}
-            place |= {"split": dataset.split, "revision": dataset.revision}
+            place = {
+                "path": dataset.hub, "config_name": dataset.subset, "data_dir": None, "data_files": None,
+                "split": dataset.split, "revision": dataset.revision,
+            }  # fmt: skip
         else:
             assert dataset.path is not None
             url = is_url(dataset.path)
@@ -183,8 +185,7 @@ def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Ma
     # An update has the same bits as one kernel and operation by operation: an exact run tries that. Grouped products
     # are what all runs had before there was a choice.
     chosen = {what: choice.name for what, choice in kernels.items() if what != "update"}
-    if chosen.get("experts") == GROUPED:
-        del chosen["experts"]
+    chosen = {what: name for what, name in chosen.items() if (what, name) != ("experts", GROUPED)}
     decides = {**computed, **chosen, "micro_batch": config.train.micro_batch}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
