@@ -250,10 +250,8 @@ def _why_step(config: FinetuneConfig) -> str:
     if parallel.shard_size is not None:
         copies = f" and parallel.mesh.replicate={mesh.replicate} need" if mesh.replicate else " needs"
         return f"parallel.shard_size={parallel.shard_size}{copies} it"
-    axes = {
-        "replicate": mesh.replicate, "shard": mesh.shard,
-        **{axis: size for axis, size in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if size > 1},
-    }  # fmt: skip
+    axes = {"replicate": mesh.replicate, "shard": mesh.shard}
+    axes |= {axis: size for axis, size in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if size > 1}
     return f"parallel.mesh={{{', '.join(f'{axis}: {size}' for axis, size in axes.items() if size)}}} needs it"
 
 

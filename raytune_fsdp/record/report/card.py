@@ -147,8 +147,8 @@ def with_digest(card: str, digest: str, *, mean: bool = False, merged: str | Non
     """
     said = (
         f"The tensors of this directory have the digest `{digest}`, in whatever files they are: `raytune-fsdp digest` "
-        f"computes it from them{'.' if mean else ', and with `--as-export` from the checkpoint.'}"
     )
+    said += "computes it from them" + ("." if mean else ", and with `--as-export` from the checkpoint.")
     if merged is not None:
         said += f" The adapters that were merged have the digest `{merged}` in their checkpoint."
     return f"{card}\n{said}\n"
