@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -322,11 +322,15 @@ def _ended(attempt: _Seen, fields: Mapping[str, Any], at: float) -> None:
         attempt.time.ended, attempt.over = status, at
 
 
-_SIGNS: dict[str, Callable[[_Seen, Mapping[str, Any], float], None]] = {
-    names.RANKS_JOINED: lambda *_: None,
+def _noted(attempt: _Seen, fields: Mapping[str, Any], at: float) -> None:
+    pass
+
+
+_SIGNS = {
+    names.RANKS_JOINED: _noted,
     names.ATTEMPT_STARTED: _started,
     names.FIRST_STEP: _stepped,
-    names.SAVED: lambda *_: None,
+    names.SAVED: _noted,
     names.ATTEMPT_FAILED: _failed,
     names.ATTEMPT_ENDED: _ended,
 }
