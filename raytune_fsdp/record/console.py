@@ -118,10 +118,11 @@ class ConsoleTracker(Tracker):
         self._print(f"eval {self._place(step)}  {evaluation_in_words(values)}", _BOLD)
 
     def event(self, name: str, /, **fields: object) -> None:
-        usual = name == names.WINDOWS_BUILT and fields.get("steps")  # where data is tokenized as the run goes
-        # Said where the data was opened; for other commands to compare.
-        elsewhere = name in (names.COLUMN_NOT_READ, names.DIGESTED)
-        if usual or elsewhere or (name in _DETAILS and not is_verbose()):
+        if name == names.WINDOWS_BUILT and fields.get("steps"):
+            return  # the usual course of a run whose data is tokenized as it goes
+        if name in (names.COLUMN_NOT_READ, names.DIGESTED):
+            return  # said where the data was opened; for other commands to compare
+        if name in _DETAILS and not is_verbose():
             return
         text = event_in_words(name, redact(fields))
         if name == names.PREDICTED and isinstance(each := fields.get("step_seconds"), int | float) and self._total:
