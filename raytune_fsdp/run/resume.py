@@ -211,8 +211,9 @@ def find_resume(
         ) from error
     if found is None:
         # A run from scratch whose checkpoints are not where they should be would cut its record.
-        events = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
-        if saved := [fields for fields in events if {"step", "path"} <= fields.keys()]:
+        saved = [each["fields"] for each in read_events(place.events) if each["event"] == names.SAVED]
+        saved = [fields for fields in saved if {"step", "path"} <= fields.keys()]
+        if saved:
             raise ResumeError(
                 f"{place.checkpoints} has no checkpoint, but this run has saved step {saved[-1]['step']} as "
                 f"{saved[-1]['path']}: mount that storage, or set checkpoint.storage back to it; to start again, "
