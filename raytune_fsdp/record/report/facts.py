@@ -313,24 +313,22 @@ def rows_of(history: History, marks: list[AxisMark]) -> dict[str, Any]:
         return found
     targets, samples = census.total.target_tokens, sum(census.epochs)
     epochs = "an epoch" if len(census.epochs) == 1 else f"{len(census.epochs):,} epochs"
-    bars, ticks = _lengths(census)
-    return {
-        **found,
-        "bars": bars,
-        "ticks": ticks,
-        "most": max(census.total.lengths.values(), default=0),
-        "counted": f"Counted before training, over {epochs}: {samples:,} packed samples of {census.seq_len:,} tokens, "
-        f"{census.efficiency:.1%} full.",
-        # Name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart, by dataset.
-        "counts": [
-            (
-                name, f"{each.rows:,}", f"{each.documents:,}", f"{each.tokens:,}", f"{each.target_tokens:,}",
-                f"{each.target_tokens / targets:.1%}" if targets else "", f"{sum(each.dropped.values()):,}",
-                f"{each.truncated:,}", f"{each.cut:,}",
-            )
-            for name, each in zip(census.names[:_MOST_DATASETS], census.datasets, strict=False)
-        ],
-    }  # fmt: skip
+    found["bars"], found["ticks"] = _lengths(census)
+    found["most"] = max(census.total.lengths.values(), default=0)
+    found["counted"] = (
+        f"Counted before training, over {epochs}: {samples:,} packed samples of {census.seq_len:,} tokens, "
+        f"{census.efficiency:.1%} full."
+    )
+    # Name, rows, documents, tokens, trained tokens, their share, dropped, cut off and cut apart, by dataset.
+    found["counts"] = [
+        (
+            name, f"{each.rows:,}", f"{each.documents:,}", f"{each.tokens:,}", f"{each.target_tokens:,}",
+            f"{each.target_tokens / targets:.1%}" if targets else "", f"{sum(each.dropped.values()):,}",
+            f"{each.truncated:,}", f"{each.cut:,}",
+        )
+        for name, each in zip(census.names[:_MOST_DATASETS], census.datasets, strict=False)
+    ]  # fmt: skip
+    return found
 
 
 def _packed(history: History) -> str:
