@@ -147,8 +147,9 @@ def _before_and_after(answers: list[Mapping[str, Any]]) -> Iterator[str]:
     for said in series.values():
         yield ""
         yield "  " + printable(said[0]["prompt"], keep="\n")
-        for each in (said[0], said[-1])[: len(said)]:  # one answer once
-            yield f"    step {each['step']:>5}: {_readable(each['answer'])}"
+        yield f"    step {said[0]['step']:>5}: {_readable(said[0]['answer'])}"
+        if len(said) > 1:
+            yield f"    step {said[-1]['step']:>5}: {_readable(said[-1]['answer'])}"
 
 
 def _readable(text: str) -> str:
