@@ -225,10 +225,7 @@ class _Record:
             for i in range(3):
                 columns[f"{name}.{i}"].append(values[i])
         nodes = line.get("nodes")
-        whole = [
-            node for node in (nodes if isinstance(nodes, list) else ())
-            if isinstance(node, list) and len(node) == 1 + len(NODES)  # its name, and its figures
-        ]  # fmt: skip
+        whole = [node for node in nodes if _is_node(node)] if isinstance(nodes, list) else []
         for place, name in enumerate(NODES, start=1):
             values = sorted(node[place] for node in whole if is_number(node[place])) if whole else ()
             for i in range(3):
@@ -250,6 +247,10 @@ class _Record:
             if len(losses) == before:  # the step has no token of this dataset
                 losses.append(math.nan)
                 counts.append(0)
+
+
+def _is_node(entry: Any) -> bool:  # its name, and its figures
+    return isinstance(entry, list) and len(entry) == 1 + len(NODES)
 
 
 def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
