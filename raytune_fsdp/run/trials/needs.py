@@ -154,10 +154,7 @@ def _has_ends(model: PreTrainedModel) -> bool:
         module._parameters.update(real[module])
 
     def free(module: nn.Module, *_: object) -> None:
-        module._parameters.update({
-            name: p if p is None else nn.Parameter(p.to("meta"), requires_grad=p.requires_grad)
-            for name, p in real[module].items()
-        })  # fmt: skip
+        module._parameters.update({name: p if p is None else _on_meta(p) for name, p in real[module].items()})
 
     batch = documents(model.eval(), _CPU)
     hooks = []
@@ -182,6 +179,10 @@ def _has_ends(model: PreTrainedModel) -> bool:
             hook.remove()
         for module, parameters in real.items():
             module._parameters.update(parameters)
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 _Tried = tuple[str | None, tuple[Heads, ...], str | None]
