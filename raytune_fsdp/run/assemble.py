@@ -40,7 +40,8 @@ from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.base_model import agree_on_base
 from raytune_fsdp.run.build import Build, Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop, ended_by
-from raytune_fsdp.run.evaluation.evaluation import Evaluation, evaluation_of_run, is_missing
+from raytune_fsdp.run.evaluation.evaluation import Evaluation
+from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.fetching import brought
 from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.measure.against_prediction import Forecast

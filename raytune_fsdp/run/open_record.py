@@ -63,7 +63,7 @@ from raytune_fsdp.run.described import (
     why_bits_differ,
     why_bits_differed,
 )
-from raytune_fsdp.run.evaluation.evaluation import described, evaluation_of_run
+from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
 from raytune_fsdp.run.forks.parent import lineage_of
 from raytune_fsdp.run.forks.pins import is_pinned
 from raytune_fsdp.run.resume import changed_settings, last_config

@@ -31,7 +31,7 @@ from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.evaluation.early_stop import ended_on_record
-from raytune_fsdp.run.evaluation.evaluation import evaluation_of_run, is_missing, owes
+from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing, owes
 from raytune_fsdp.run.forks.parent import Fork, Parent
 from raytune_fsdp.run.forks.pins import look_again, pin
 from raytune_fsdp.run.length import check_extension, stopped_there
