@@ -16,7 +16,7 @@ from raytune_fsdp.predict.memory import Memory, memory_of
 from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, forwards_of, rates_of, seconds_of
 from raytune_fsdp.predict.subject import ModelSpec, with_torch_alone
 from raytune_fsdp.predict.trace.trace import Trace, trace
-from raytune_fsdp.run.reference.attempt import is_within
+from raytune_fsdp.run.reference.during import is_within
 from raytune_fsdp.step.flops import training_flops
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.traffic import Traffic

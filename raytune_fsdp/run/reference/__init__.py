@@ -4,5 +4,6 @@ find.py     which model it is
 network.py  what decides its values, and a network of its own that has them
 unchanged.py  whether it is the same model as before, and has said the same
 passes.py   a pass over the data, by all ranks, window by window; one that was killed goes on where it was
-attempt.py  what an attempt has of it: kept from before it trains, or asked in every step; the loss that compares
+during.py   a reference that is asked in every step instead
+attempt.py  what an attempt has of it, and computes before it trains; the loss that compares
 """
