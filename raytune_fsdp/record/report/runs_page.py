@@ -171,15 +171,17 @@ def _said(sweep: ShownSweep, places: Mapping[str, int]) -> dict[str, Any]:
 def _drawn(sweep: ShownSweep, places: Mapping[str, int]) -> dict[str, Any]:
     """Return what the page's script draws of a sweep: axes with their ticks, and of each trial its place on every axis,
     from 0 to 1, with its words, its colour and its row."""
-    trials, metric = sweep.trials, _text(sweep.metric, _NAME)
-    shown = [(each, [trial.changes.get(each.name, _MISSING) for trial in trials]) for each in sweep.fields]
-    values: list[Any] = [_MISSING if trial.value is None else trial.value for trial in trials]
+    fields, metric = sweep.fields[:_MOST_FIELDS], _text(sweep.metric, _NAME)
     axes: list[dict[str, Any]] = []
     columns: list[list[float | None]] = []
-    for field, each in [*shown[:_MOST_FIELDS], (ShownField(name=sweep.metric), values)]:
-        marks, found = _axis(each, field)
+    for field in fields:
+        marks, found = _axis([trial.changes.get(field.name, _MISSING) for trial in sweep.trials], field)
         axes.append({"name": _text(field.name, _NAME), "ticks": marks})
         columns.append(found)
+    values = [_MISSING if trial.value is None else trial.value for trial in sweep.trials]
+    marks, found = _axis(values, ShownField(name=sweep.metric))
+    axes.append({"name": metric, "ticks": marks})
+    columns.append(found)
     ranked = sorted((trial.value for trial in sweep.trials if trial.value is not None), reverse=sweep.highest)
     first = {value: place for place, value in reversed(list(enumerate(ranked)))}
     lines = [
