@@ -83,15 +83,15 @@ def cheapest_change(config: FinetuneConfig, parallel: ParallelConfig, used: dict
     states = 1 - used["activations and gathered weights"] / max(1, sum(used.values()))
     if states > _MOSTLY:
         return _spread_states(parallel)
-    recomputed = parallel.activation_checkpointing
-    helps = {
-        "model.loss=auto, which makes no logits of a whole micro-batch": config.model.loss == "plain",
-        "parallel.activation_checkpointing=selective": recomputed == "none",
-        "parallel.activation_checkpointing=full": recomputed != "full",
-        "parallel.activation_offload=true": not parallel.activation_offload,
-        "more ranks (cluster.workers) or, in a new run, a smaller train.micro_batch or data.seq_len": True,
-    }
-    return next(change for change, possible in helps.items() if possible)
+    if config.model.loss == "plain":
+        return "model.loss=auto, which makes no logits of a whole micro-batch"
+    if parallel.activation_checkpointing == "none":
+        return "parallel.activation_checkpointing=selective"
+    if parallel.activation_checkpointing != "full":
+        return "parallel.activation_checkpointing=full"
+    if not parallel.activation_offload:
+        return "parallel.activation_offload=true"
+    return "more ranks (cluster.workers) or, in a new run, a smaller train.micro_batch or data.seq_len"
 
 
 def _spread_states(parallel: ParallelConfig) -> str:
