@@ -26,7 +26,7 @@ On every rank:
     reference/           what an objective of preferences compares with
     teacher/             whose predictions an objective of distillation learns from
     evaluation/          what the model is worth
-    saving.py            when a save begins, and what is recorded of it; digests without a save
+    saving.py            when a save begins, and what is recorded of it
     peers/               the same for copies in the memory of nodes, and how a run goes on from one
     publish.py           a checkpoint as a Hugging Face model directory, and on the hub
 """

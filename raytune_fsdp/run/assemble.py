@@ -45,13 +45,14 @@ from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.fetching import brought
 from raytune_fsdp.run.loop import RankRun
 from raytune_fsdp.run.measure.against_prediction import Forecast
+from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.measure.out_of_memory import bytes_kept
 from raytune_fsdp.run.open_record import open_run, start_tracker
 from raytune_fsdp.run.reference.attempt import Reference, loss_of_groups, open_reference
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.run.saving import Saves, StepDigests, open_saves
+from raytune_fsdp.run.saving import Saves, open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
 from raytune_fsdp.run.teacher.attempt import Teacher, open_teacher
 from raytune_fsdp.run.trials.computation import check_computation, check_split_tokens

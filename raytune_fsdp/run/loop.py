@@ -23,9 +23,10 @@ from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from raytune_fsdp.run.length import stopped_there
+from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
-from raytune_fsdp.run.saving import Saves, StepDigests, stopped
+from raytune_fsdp.run.saving import Saves, stopped
 from raytune_fsdp.step.optim.schedule import lr_factor
 from raytune_fsdp.step.optim.update import Optimizer
 from raytune_fsdp.step.profiling import StepProfiler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from raytune_fsdp.base.beat import beat, waiting
 from raytune_fsdp.base.collectives import on_rank0
 from raytune_fsdp.base.errors import HandedOver, Interrupted, RaytuneError, TrainingError, TransientError
 from raytune_fsdp.base.lease import token_of
-from raytune_fsdp.base.measured import Saved, StepMetrics
+from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.checkpoint.by_clock import Clock, Intervals
 from raytune_fsdp.checkpoint.catalogue import Keep, ways_out_of_divergence
 from raytune_fsdp.checkpoint.on_demand import Requests
@@ -27,7 +27,7 @@ from raytune_fsdp.checkpoint.room import storage_without_room
 from raytune_fsdp.checkpoint.save_in_flight import ENDINGS, Outcome
 from raytune_fsdp.checkpoint.saver import Saver, open_saver
 from raytune_fsdp.checkpoint.state import RunState
-from raytune_fsdp.config import CheckpointConfig, FinetuneConfig, RunConfig
+from raytune_fsdp.config import CheckpointConfig, FinetuneConfig
 from raytune_fsdp.config.every import SaveEvery
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
@@ -315,27 +315,6 @@ class NothingSaved(Saves):
 
     def last(self, state: RunState) -> None:
         pass
-
-
-# The digest of all numbers on the record of some steps, without saving them (`run.digest_every`).
-
-
-@dataclass(frozen=True, slots=True)
-class StepDigests:
-    """Which steps get a digest, and how it is found: as that of a save, by what makes the saves."""
-
-    config: RunConfig
-    saver: Saver
-
-    def due(self, step: int) -> bool:
-        """Return whether this step gets a digest: the same on every rank, and at any number of ranks."""
-        return self.config.digest_every is not None and step % self.config.digest_every == 0
-
-    def with_digest(self, rows: Sequence[StepMetrics], state: RunState) -> list[StepMetrics]:
-        """Return the rows, the last of which gets the digest of the state after it, on rank 0. Collective."""
-        *before, last = rows
-        assert last.step == state.step, f"step {state.step} has not been fetched"
-        return [*before, replace(last, digest=self.saver.digest(state), exact=self.config.exact)]
 
 
 # The saves of an attempt, by its config: what is kept of them, and when the clock asks for one.
