@@ -10,8 +10,9 @@ history.py     a run directory -> columns of numbers, evaluations, events
 thin.py        100,000 steps -> 1,000 points that lose no extreme
 charts.py      which curves the page has
 marks.py       events on the axis; spikes.py losses that stand out
-facts.py       status, key figures, and the page's tables, also about predictions and about the data
+facts.py       status, key figures, and the page's tables, also about predictions
 surroundings.py  with what and where a run was trained, its time by parts, its audits, its digest
+rows.py        the page's tables about the data
 drawn.py       what is drawn without a script
 runs_page.py   the page about all runs of a storage, and its sweeps; runs.html.jinja, runs.js
 ancestors.py   from which runs a fork comes: on its page, its card, and beside another run

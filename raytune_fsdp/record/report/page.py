@@ -33,6 +33,7 @@ from raytune_fsdp.record.report.difference import difference
 from raytune_fsdp.record.report.drawn import bars, reliability, static_curves
 from raytune_fsdp.record.report.history import History, read_history
 from raytune_fsdp.record.report.marks import lanes, marks_of, step_command
+from raytune_fsdp.record.report.rows import rows_of
 from raytune_fsdp.record.report.spikes import DEVIATIONS, WINDOW, spikes
 from raytune_fsdp.record.tracker import flatten
 
@@ -138,7 +139,7 @@ def write_page(path: Path, text: str, *, private: bool) -> None:
 def _of_one(history: History, stands: tuple[str, str], drawn: dict[str, Any]) -> dict[str, Any]:
     found, many = spikes(history.steps, history.columns["loss"])
     marks = marks_of(history)
-    data = facts.rows_of(history, marks)
+    data = rows_of(history, marks)
     drawn["lanes"] = lanes(history, marks, found)
     run = {
         "version": history.version,
