@@ -18,7 +18,7 @@ from raytune_fsdp.config.recorded import differing
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import gibibytes, short, took
 from raytune_fsdp.record.lines import is_number
-from raytune_fsdp.record.report.history import History, setting
+from raytune_fsdp.record.report.history import History
 from raytune_fsdp.record.report.marks import AxisMark
 from raytune_fsdp.record.report.overview import ended_as
 from raytune_fsdp.record.tracker import flatten
@@ -98,10 +98,10 @@ def status(history: History, seen: str = "") -> tuple[str, str]:
 
 def best(history: History) -> tuple[int, float] | None:
     """Return step and value of the best evaluation by `checkpoint.best`; without it, by the lowest mean loss."""
-    named = setting(history.config, "checkpoint.best")
+    named = history.setting("checkpoint.best")
     if isinstance(named, str) and named in history.evaluations:
         points = [(step, value) for step, value, _ in history.evaluations[named]]
-        sign = -1 if names.highest_is_best(named, setting(history.config, "checkpoint.best_is")) else 1
+        sign = -1 if names.highest_is_best(named, history.setting("checkpoint.best_is")) else 1
     else:
         sign = 1
         losses: dict[int, list[float]] = {}

@@ -106,6 +106,10 @@ class History:
         """Return whether any step has this number."""
         return bool(np.isfinite(self.columns[name]).any())
 
+    def setting(self, path: str) -> Any:
+        """Return a value of the config by its dotted path; None if there is none."""
+        return setting(self.config, path)
+
     def planned(self, name: str) -> int | None:
         """Return a number of the plan."""
         value = self.plan.get(name)

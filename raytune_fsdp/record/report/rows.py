@@ -11,7 +11,7 @@ from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.record import names
 from raytune_fsdp.record.report.facts import samples_seen
-from raytune_fsdp.record.report.history import History, setting
+from raytune_fsdp.record.report.history import History
 from raytune_fsdp.record.report.marks import AxisMark
 
 _LOST = {names.ROWS_DROPPED, names.ROWS_SKIPPED, names.ROWS_HELD_OUT, names.ROWS_LEFT_OUT, names.COLUMN_NOT_READ}
@@ -56,7 +56,7 @@ def rows_of(history: History, marks: list[AxisMark]) -> dict[str, Any]:
 
 def _packed(history: History) -> str:
     """Return a sentence on how full the trained samples were; an empty text if that is not known."""
-    seq_len, samples = setting(history.config, "data.seq_len"), samples_seen(history)
+    seq_len, samples = history.setting("data.seq_len"), samples_seen(history)
     steps, tokens = len(history.steps), float(history.columns["tokens"].sum())
     if samples is None or not is_count(seq_len) or seq_len < 1 or steps != history.steps[-1]:
         return ""  # if a step is missing, samples and tokens would not be of the same steps
