@@ -26,6 +26,7 @@ from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.recorded import setting
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, read_object
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE as MODEL_CONFIG_FILE
 from raytune_fsdp.plan.run_dir import (
@@ -43,7 +44,6 @@ from raytune_fsdp.plan.run_dir import (
     is_run,
     names_checkpoints,
 )
-from raytune_fsdp.record.report.history import setting
 
 _MODELS = ("model.path", "model.tokenizer", "method.adapter", "reference.model", "teacher.model")
 _LISTS = ("data.train", "data.eval", "eval.tasks")

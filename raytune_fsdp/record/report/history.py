@@ -20,7 +20,7 @@ import yaml
 
 from raytune_fsdp.base.errors import UserError, in_one_line
 from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, read_file, read_json, read_json_object, reason
-from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.config.recorded import recorded, setting
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import (
@@ -114,13 +114,6 @@ class History:
         """Return a number of the plan."""
         value = self.plan.get(name)
         return value if type(value) is int and 0 < value < 1 << 63 else None
-
-
-def setting(config: Any, path: str) -> Any:
-    """Return a value of a config, as a tree, by its dotted path; None if there is none."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
 
 
 def check_run(path: Path) -> None:
