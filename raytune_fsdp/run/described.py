@@ -185,7 +185,8 @@ def bits_digest(config: FinetuneConfig, computed: Mapping[str, Any], kernels: Ma
     # An update has the same bits as one kernel and operation by operation: an exact run tries that. Grouped products
     # are what all runs had before there was a choice.
     chosen = {what: choice.name for what, choice in kernels.items() if what != "update"}
-    chosen = {what: name for what, name in chosen.items() if (what, name) != ("experts", GROUPED)}
+    if chosen.get("experts") == GROUPED:
+        del chosen["experts"]
     decides = {**computed, **chosen, "micro_batch": config.train.micro_batch}
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 

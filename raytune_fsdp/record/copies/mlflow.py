@@ -230,10 +230,8 @@ class MlflowTracker(Follower):
             return
         params = {key: str(redact(value, key)) for key, value in start.params.items()}
         if start.parameters is not None:
-            params |= {
-                "parameters.total": str(start.parameters.total),
-                "parameters.trainable": str(start.parameters.trainable),
-            }
+            params["parameters.total"] = str(start.parameters.total)
+            params["parameters.trainable"] = str(start.parameters.trainable)
         try:
             run.add_params({mlflow_name(key): value[:_MAX_PARAM_CHARS] for key, value in params.items()})
         except RefusedError as error:

@@ -272,14 +272,17 @@ def kept_run(
                 shown_uri(uri), known,
             )  # fmt: skip
     if run is None:
-        # Keep the token before asking: a server may create a run and its answer get lost, or this process crash.
+        # Keep the token before asking: the answer may get lost, or this process crash.
         token = asked_for or uuid.uuid4().hex
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
         experiment_id = _experiment_id(client, experiment, artifact_root)
-        there = [] if asked_for is None else client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")
-        tags = {_START: token, _NAMES: _TODAYS_NAMES, **source}
-        run = MlflowRun(client, there[0] if there else client.create_run(experiment_id, tags=tags, run_name=name))
+        # Asked for before: a server may have created it, and its answer got lost.
+        if asked_for is not None and (there := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
+            run = MlflowRun(client, there[0])
+        else:
+            tags = {_START: token, _NAMES: _TODAYS_NAMES, **source}
+            run = MlflowRun(client, client.create_run(experiment_id, tags=tags, run_name=name))
     replace_at_once(file, f"{run.id}\n".encode())
     return run
 
