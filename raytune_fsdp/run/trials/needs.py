@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -242,7 +242,7 @@ def _borders(network: PreTrainedModel, model: PreTrainedModel) -> _Tried:
     if not seen and not is_split(model):
         return "its attention is its own", (), None
     refused = None if difference < _BOUND else "it needs more than borders to compute the same"
-    return refused, tuple(sorted(seen, key=repr)), _draws_alone(network, drawn) if drawn else None
+    return refused, _in_order(seen), _draws_alone(network, drawn) if drawn else None
 
 
 def _changes_by_length(config: FinetuneConfig, hf_config: PretrainedConfig) -> str | None:
@@ -298,6 +298,10 @@ def _recorded(
     return kernel(q, k, v, call)
 
 
+def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
+    return tuple(sorted(seen, key=repr))
+
+
 @torch.no_grad()
 def _heads_in_full(network: PreTrainedModel, mixers: Sequence[str]) -> tuple[Heads, ...]:
     """Return what a network on the meta device asks of a kernel; nothing if that is not found out."""
@@ -316,7 +320,7 @@ def _heads_in_full(network: PreTrainedModel, mixers: Sequence[str]) -> tuple[Hea
     except Exception as error:  # what has no rule for shapes, and the code of any model
         logger.debug("the heads of the network in full were not found out: %s", in_one_line(error))
         return ()
-    return tuple(sorted((replace(each, layers=layers) for each, layers in seen.items()), key=repr))
+    return _in_order(replace(each, layers=layers) for each, layers in seen.items())
 
 
 def _with_short_windows(hf_config: PretrainedConfig) -> PretrainedConfig:
