@@ -92,7 +92,8 @@ class Evaluation:
 
 def metrics_of_run(config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions]) -> list[str]:
     """Return the metrics of a run's evaluations."""
-    found, objective = [name for task in tasks for name in metrics_of(task)], config.train.objective
+    found = [name for task in tasks for name in metrics_of(task)]
+    objective = config.train.objective
     for name, windows in evals.items():
         kinds = ("loss", "accuracy") if windows.kind is None else (*values_of(objective), *names_of(objective))
         found += [evaluation_on(name, kind) for kind in kinds]
