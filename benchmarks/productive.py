@@ -46,6 +46,13 @@ def share(
     return useful / clock
 
 
+def again(failures: Failures, interval: float) -> float:
+    """Return the mean seconds of training that a failure costs, with this interval."""
+    whole = failures.apart + failures.recovery
+    held_up = failures.stall * failures.apart / (interval + failures.stall)
+    return whole * (1 - failures.share(interval)) - failures.recovery - held_up
+
+
 def estimates(hours: float, stall: float) -> Iterator[str]:
     """Yield the rows of a table: what a failure costs in seconds, part by part, and the share that is left."""
     one = Recovery()
@@ -55,8 +62,8 @@ def estimates(hours: float, stall: float) -> Iterator[str]:
     for gpus in ESTIMATED:
         found = Failures(gpus=gpus, gpu_hours=hours, stall=stall)
         best = found.best_interval()
-        again = found.again(best)
-        parts = [*asdict(one).values(), again, one.seconds + again]
+        trained = again(found, best)
+        parts = [*asdict(one).values(), trained, one.seconds + trained]
         yield (
             f"| {gpus} | {found.apart / 86_400:,.1f} days | {best / 60:.0f} min | "
             + " | ".join(f"{each:,.1f} s" if each < 100 else f"{each:,.0f} s" for each in parts)

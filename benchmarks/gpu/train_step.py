@@ -203,7 +203,7 @@ def measure(
         "parameters": weights,
         "mfu_6n": 6 * weights * found["tokens_per_second"] / peak if peak else None,
         "attention": parts.model.config._attn_implementation,
-        "blocks": EAGER if parts.compiler is None else parts.compiler.failure or COMPILED,
+        "blocks": (parts.compilers["blocks"].failure or COMPILED) if "blocks" in parts.compilers else EAGER,
         # An event counts the graphs since the last fetch of metrics, so it cannot tell step 3 from step 5.
         "graphs_after_step_3": counters["stats"]["unique_graphs"] - early_graphs,
         "compiled_events": [[fields["step"], fields["graphs"]] for fields in events],

@@ -128,6 +128,14 @@ def read_json(path: str | os.PathLike[str], *, limit: int, links: bool = False) 
     return parse_json(read_file(path, limit=limit, links=links), doubles=True, constants=True)
 
 
+def read_json_object(path: str | os.PathLike[str], *, limit: int, links: bool = False) -> dict[str, Any]:
+    """Return the content of a JSON file that is one object."""
+    found = read_json(path, limit=limit, links=links)
+    if not isinstance(found, dict):
+        raise UnsoundError("is not a JSON object")
+    return found
+
+
 def parse_json(
     content: bytes,
     *,

@@ -36,6 +36,13 @@ def recorded(tree: Mapping[str, Any]) -> dict[str, Any]:
     return clean
 
 
+def setting(config: Any, path: str) -> Any:
+    """Return a value of a config, as a tree, by its dotted path; None if there is none."""
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
 def shown_uri(uri: str) -> str:
     """Return a tracking URI without its user."""
     return str(redact_shapes(without_user(uri)))

@@ -37,18 +37,13 @@ class DatasetCount:
         return cls(**{**values, "lengths": {int(n): many for n, many in values["lengths"].items()}})
 
     def add(self, other: DatasetCount) -> None:
-        self.rows += other.rows
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.target_tokens += other.target_tokens
-        self.truncated += other.truncated
-        self.cut += other.cut
-        self.without_targets += other.without_targets
-        self.groups += other.groups
-        for reason, count in other.dropped.items():
-            self.dropped[reason] = self.dropped.get(reason, 0) + count
-        for bucket, count in other.lengths.items():
-            self.lengths[bucket] = self.lengths.get(bucket, 0) + count
+        for name, more in asdict(other).items():
+            own = getattr(self, name)
+            if isinstance(more, dict):
+                for key, count in more.items():
+                    own[key] = own.get(key, 0) + count
+            else:
+                setattr(self, name, own + more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +69,15 @@ class GroupsOfSteps:
         return f"{self.mean:,.1f} a step" + ("" if self.least is None else f", {self.least:,} to {self.most:,}")
 
 
+def _written(values: dict[str, Any], *later: str) -> str:
+    """Return counts as a file has them: of datasets only what is not 0, where older versions did not count it."""
+    for count in values["datasets"]:
+        for key in later:
+            if not count[key]:
+                del count[key]
+    return json.dumps(values)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCounts:
     """The counts of one window."""
@@ -83,12 +87,7 @@ class WindowCounts:
     skipped: tuple[SkippedRow, ...] = ()
 
     def to_json(self) -> str:
-        values = asdict(self)
-        for count in values["datasets"]:
-            for key in ("without_targets", "groups"):
-                if not count[key]:
-                    del count[key]  # as in files from before this was counted
-        return json.dumps(values)
+        return _written(asdict(self), "without_targets", "groups")
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WindowCounts:
@@ -117,11 +116,7 @@ class Census:
     """Windows that had to be tokenized for this census, because they were not in the cache."""
 
     def to_json(self) -> str:
-        values = asdict(self)
-        for count in values["datasets"]:
-            if not count["groups"]:
-                del count["groups"]  # as in files from before there were any
-        return json.dumps(values)
+        return _written(asdict(self), "groups")
 
     @classmethod
     def from_json(cls, text: str) -> Census:

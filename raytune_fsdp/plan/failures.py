@@ -75,9 +75,3 @@ class Failures:
             else:
                 high = middle
         return max(self.write, low * mean)
-
-    def again(self, interval: float) -> float:
-        """Return the mean seconds of training that a failure costs, with this interval."""
-        whole = self.apart + self.recovery
-        held_up = self.stall * self.apart / (interval + self.stall)
-        return whole * (1 - self.share(interval)) - self.recovery - held_up

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import is_count
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, METRICS_FILE
 from raytune_fsdp.record import names
@@ -72,7 +73,6 @@ class AttemptTime:
     """None: it failed before its ranks had agreed on a number."""
     begins_command: bool = True
     """Whether it is the first attempt of a command."""
-    ranks: int | None = None
     ended: str = ""
     """finished, failed, interrupted, handed_over; empty: it was killed, or still runs."""
     steps: int = 0
@@ -168,6 +168,14 @@ def read_goodput(run_dir: Path) -> Goodput | None:
     return goodput(each_event(run_dir / EVENTS_FILE), step_times(raw for _, raw in raw_steps(run_dir / METRICS_FILE)))
 
 
+def known_goodput(run_dir: Path) -> Goodput | None:
+    """Return the same for what can do without it: None also if the record cannot be read, or has no time in it."""
+    with suppress(RaytuneError, OSError, ValueError):
+        found = read_goodput(run_dir)
+        return found if found is not None and found.seconds else None
+    return None
+
+
 def step_times(lines: Iterable[bytes]) -> Iterator[StepTime]:
     """Yield the steps among the lines of a `metrics.jsonl`."""
     for raw in lines:
@@ -192,7 +200,7 @@ def step_times(lines: Iterable[bytes]) -> Iterator[StepTime]:
 def goodput(events: Iterable[Mapping[str, Any]], steps: Iterable[StepTime]) -> Goodput | None:
     """Divide the time of a run, by its events and the steps that stayed, both in the order of the record."""
     seen = _seen_in(events)
-    by_number = {each.number: each for each in seen if each.number is not None}
+    by_number = {each.time.number: each for each in seen if each.time.number is not None}
     if not any(math.isfinite(each.first_word) for each in seen):
         return None
     _add_cuts(seen, by_number)
@@ -213,7 +221,6 @@ class _Seen:
     """What the record says of an attempt."""
 
     def __init__(self, number: int | None) -> None:
-        self.number = number
         self.time = AttemptTime(number)
         self.first_word = self.last_word = math.nan
         """When the record first and last says something that happened in it."""
@@ -288,8 +295,7 @@ def _seen_in(events: Iterable[Mapping[str, Any]]) -> list[_Seen]:
 
 
 def _started(attempt: _Seen, fields: Mapping[str, Any], at: float) -> None:
-    world, cut = fields.get("world_size"), fields.get(names.CUT)
-    attempt.time.ranks = world if is_count(world) else None
+    cut = fields.get(names.CUT)
     attempt.cut = [each for each in cut if isinstance(each, dict)] if isinstance(cut, list) else []
     attempt.lost_before = _seconds(fields.get(names.LOST_SECONDS))
     attempt.resumed_from = attempt.at_step = step if is_count(step := fields.get("resumed_from")) else 0
@@ -352,7 +358,7 @@ def _add_cuts(seen: list[_Seen], by_number: Mapping[int, _Seen]) -> None:
                 of.last = max(of.last, until) if math.isfinite(of.last) else until
             attempt.before = max(attempt.before, last)
         farthest = max(farthest, attempt.before, attempt.reached)
-        before = attempt if attempt.number is not None else before
+        before = attempt if attempt.time.number is not None else before
 
 
 class _LaidOut:
@@ -424,12 +430,11 @@ class _LaidOut:
     def _end(self, attempt: _Seen) -> None:
         seconds = attempt.time.seconds
         trained = attempt.time.steps or attempt.time.steps_lost or math.isfinite(attempt.first_step)
-        if not attempt.time.ended:  # killed together with its command, or it still runs
-            seconds["between" if trained else "load"] += self._until(attempt.last_word)
-        elif not attempt.time.failed:
-            seconds["between" if trained else "load"] += self._until(attempt.over)
+        if not attempt.time.failed:  # without an end it was killed together with its command, or it still runs
+            over = attempt.over if attempt.time.ended else attempt.last_word
+            seconds["between" if trained else "load"] += self._until(over)
         else:
-            arrived = _ARRIVED in attempt.phases or attempt.number is not None
+            arrived = _ARRIVED in attempt.phases or attempt.time.number is not None
             before = "detect" if trained else "load" if arrived else "start"
             seconds[before] += self._until(attempt.over - attempt.stopping)
             seconds["stop"] += self._until(attempt.over)

@@ -24,7 +24,7 @@ from raytune_fsdp.base.untrusted import (
     check_format,
     is_count,
     is_file_name,
-    read_json,
+    read_json_object,
     reason,
     shown,
 )
@@ -86,9 +86,7 @@ def read_lineage(run_dir: Path) -> Lineage | None:
     """Return the lineage of a run; None if it is no fork. ResumeError if its file is not one."""
     file = run_dir / LINEAGE_FILE
     try:
-        values = read_json(file, limit=_BYTES)
-        if not isinstance(values, dict):
-            raise UnsoundError("is not a JSON object")
+        values = read_json_object(file, limit=_BYTES)
         check_format(values.get("format"))
         return Lineage(forks=links_of(values.get("forks")))
     except FileNotFoundError:

@@ -214,14 +214,6 @@ def goodput_seconds(phase: str) -> str:
     return f"goodput/seconds/{phase}"
 
 
-def evaluation_loss(dataset: str) -> str:
-    return f"eval/{dataset}/loss"
-
-
-def evaluation_accuracy(dataset: str) -> str:
-    return f"eval/{dataset}/accuracy"
-
-
 OF_GROUPS = {
     "loss": "loss", "rewards/accuracies": "accuracy", "rewards/margins": "margins",
     "rewards/chosen": "rewards_chosen", "rewards/rejected": "rewards_rejected", "nll_loss": "nll_loss", "kl": "kl",
@@ -235,7 +227,8 @@ _ONLY = {"groups": ("logps_chosen", "kl", "rewards_chosen"), "scores": ("f1", "m
 _CALIBRATION = re.compile(r"eval/(.+)/calibration/([0-9]{2})/(confidence|right)")
 
 
-def evaluation_of_groups(dataset: str, kind: str) -> str:
+def evaluation_on(dataset: str, kind: str) -> str:
+    """Return the name of what is measured on a dataset, by what it is called in training."""
     return f"eval/{dataset}/{OF_GROUPS.get(kind, kind)}"
 
 
@@ -356,10 +349,8 @@ def once_in_gibibytes(values: Mapping[str, float]) -> dict[str, float]:
     """Return named numbers as charts want them: each once, and memory in GiB, as the end of its name then says."""
     found: dict[str, float] = {}
     for key, value in values.items():
-        if key.endswith("_bytes"):
+        if key.endswith("_bytes") or (key.startswith("system/") and key.endswith(_IN_BYTES)):
             found[f"{key.removesuffix('_bytes')}_gib"] = value / 2**30
-        elif key.startswith("system/") and key.endswith(_IN_BYTES):
-            found[f"{key}_gib"] = value / 2**30
         elif key not in OLDER:
             found[key] = value
     return found

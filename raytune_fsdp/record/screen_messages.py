@@ -38,12 +38,8 @@ class Looks:
             return found
         if stream is sys.stdout and VARIABLE in os.environ:
             return cls(live=True, colours=os.environ[VARIABLE] == "colours")
-        return cls(live=False, colours=colourful(stream))
-
-
-def colourful(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal that shows colours, and its user wants them."""
-    return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM", "") not in PLAIN_TERMS[:2]
+        shows_colours = stream.isatty() and os.environ.get("TERM", "") not in PLAIN_TERMS[:2]
+        return cls(live=False, colours=shows_colours and "NO_COLOR" not in os.environ)
 
 
 def message(**fields: object) -> str:

@@ -44,13 +44,13 @@ from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.fetching import brought
 from raytune_fsdp.run.loop import RankRun
-from raytune_fsdp.run.measure.against_prediction import Forecast, bytes_kept
+from raytune_fsdp.run.measure.against_prediction import Forecast
 from raytune_fsdp.run.measure.digests import StepDigests
 from raytune_fsdp.run.measure.documents import DocumentRecord
 from raytune_fsdp.run.measure.meter import Meter
+from raytune_fsdp.run.measure.out_of_memory import bytes_kept
 from raytune_fsdp.run.open_record import open_run, start_tracker
-from raytune_fsdp.run.reference.attempt import Reference, open_reference
-from raytune_fsdp.run.reference.loss import loss_of_groups
+from raytune_fsdp.run.reference.attempt import Reference, loss_of_groups, open_reference
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import Saves, open_saves
 from raytune_fsdp.run.starting_weights import fill_mode, first_weights
@@ -133,8 +133,7 @@ def assemble(
         config, prepared, standing, model, optimizer, tracker,
         saved=hooks.saved, uncommitted=opened.uncommitted, notices=hooks.notices, peers=hooks.peers,
     )  # fmt: skip
-    _report(tracker, built, saves, hooks.predicted)
-    _report_asked(tracker, None if given is None else reference, teacher)
+    _report(tracker, built, saves, hooks.predicted, None if given is None else reference, teacher)
     return RankRun(
         config=config,
         plan=plan,
@@ -143,8 +142,7 @@ def assemble(
         parallel=built.parallel,
         objective=objective,
         sums=sums_of(built, config, plan),
-        compiler=built.compiler,
-        updates=built.updates,
+        compilers={what: each for what, each in (("blocks", built.compiler), ("update", built.updates)) if each},
         generates_with=generating(model, prepared.needs),
         tokenizer=prepared.tokenizer,
         optimizer=saves.saver.guard(optimizer, device),
@@ -217,8 +215,16 @@ def _meter(
     )  # fmt: skip
 
 
-def _report(tracker: Tracker, built: Build, saves: Saves, predicted: Predicted | NotPredicted | None) -> None:
-    """Report how the attempt uses the memory of devices and nodes. Collective."""
+def _report(
+    tracker: Tracker,
+    built: Build,
+    saves: Saves,
+    predicted: Predicted | NotPredicted | None,
+    reference: Reference | None,
+    teacher: Teacher | None,
+) -> None:
+    """Report how the attempt uses the memory of devices and nodes, and what other models have said of the run's
+    documents. Collective."""
     match predicted:
         case Predicted():
             tracker.event(
@@ -232,10 +238,6 @@ def _report(tracker: Tracker, built: Build, saves: Saves, predicted: Predicted |
     kept = 0 if saves.copies is None else saves.copies.nbytes(saves.saver)
     if cramped := node_without_room(saves.saver.nbytes_staged() + kept):
         tracker.event(names.MEMORY_SHORT, **cramped, **({"peer_copies": kept} if kept else {}))
-
-
-def _report_asked(tracker: Tracker, reference: Reference | None, teacher: Teacher | None) -> None:
-    """Report what other models have said of the run's documents."""
     if reference is not None:
         tracker.event(names.REFERENCE, **reference.event())
     if teacher is not None:

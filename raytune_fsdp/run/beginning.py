@@ -8,7 +8,7 @@ from typing import Any
 
 from raytune_fsdp.base.durable import replace_durably
 from raytune_fsdp.base.errors import ResumeError
-from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, reason, shown
+from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, read_json_object, reason, shown
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.data.mixture import is_known, order_of
 from raytune_fsdp.model.compile_layers import COMPILED, EAGER
@@ -42,11 +42,6 @@ _BEGAN = {
 """The kernels that a run keeps for good, with what runs had whose states name none."""
 
 
-def gradients_of(state: RunState) -> str:
-    """Return the type in which a run with this saved state adds gradients of micro-batches, where it has a choice."""
-    return state.kernels.get("gradients", AS_WEIGHTS)
-
-
 def put_beginning(place: RunDir, state: RunState, adapters: Sequence[str] | None = None) -> None:
     """Make a run that does not exist yet begin like the run that saved this state, with these `adapted_modules`."""
     kernels = {key: state.kernels.get(key, began) for key, began in _BEGAN.items()}
@@ -58,9 +53,7 @@ def put_beginning(place: RunDir, state: RunState, adapters: Sequence[str] | None
 def beginning_of(place: RunDir) -> tuple[RunState, list[str] | None]:
     """Return the state in which a run without a checkpoint begins, and its `adapted_modules` if they are known."""
     try:
-        values = read_json(place.beginning, limit=_BYTES)
-        if not isinstance(values, dict):
-            raise UnsoundError("is not a JSON object")
+        values = read_json_object(place.beginning, limit=_BYTES)
         check_format(values.pop("format", None))
         later = dict.fromkeys(("blocks", "experts", "scaling", "decay", "fixed"))
         values = {"update": EAGER, **later, **values}  # versions without these choices wrote none

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.measured import ParameterCount
@@ -166,7 +165,9 @@ def build(
     """
     # A copy of the config, because building writes the attention into it.
     model = build_network(copy.deepcopy(hf_config), config, added, adapted)
-    kernels, counts, layout = choose_kernels(model), _counts(model), site.layout
+    kernels, layout = choose_kernels(model), site.layout
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    counts = Counts(count_architecture(model), count_parameters(model), count_asleep(model), largest)
     groups, mesh = make_groups(layout, site.device), make_mesh(layout, site.device)
     tokens = config.train.micro_batch * config.data.seq_len
     compiler, updates = compilers_of(kernels, exact=config.run.exact, tokens=tokens)
@@ -182,7 +183,11 @@ def build(
     traffic, sharding = _moved(model, config, parallel, needs, site, per_node)
     stands_for = tuple(range(len(layers_of(model))) if keep is None else keep(model, parallel))
     units, layers = sharding_units(model, parallel, ends=needs.ends), layers_of(model)
-    _spread(model, units, parallel, mesh, site, compiler, per_node, exact=config.run.exact)
+    set_training_forward(
+        model, recompute=parallel.activation_checkpointing, every=parallel.recompute_every,
+        offload=Offload(site.device, site.copies) if parallel.activation_offload else None, compiler=compiler,
+    )  # fmt: skip
+    shard(model, mesh, parallel, units, per_node=per_node, exact=config.run.exact)
     return Build(
         model=model,
         kernels=kernels,
@@ -200,11 +205,6 @@ def build(
         levels=None if per_node is None or not config.run.exact else Levels.of(mesh, per_node),
         sharding=sharding,
     )
-
-
-def _counts(model: PreTrainedModel) -> Counts:
-    largest = max(parameter.nbytes for parameter in model.parameters())
-    return Counts(count_architecture(model), count_parameters(model), count_asleep(model), largest)
 
 
 def _typed(model: PreTrainedModel, config: FinetuneConfig, site: Site) -> ParallelConfig:
@@ -239,28 +239,6 @@ def _moved(
         model, units, parallel, site.layout, traffic, micro_batches=count, heads=needs.heads,
         tokens=config.train.micro_batch * config.data.seq_len, per_node=per_node,
     )  # fmt: skip
-
-
-def _spread(
-    model: PreTrainedModel,
-    units: Sequence[Unit],
-    parallel: ParallelConfig,
-    mesh: DeviceMesh,
-    site: Site,
-    compiler: Compiler | None,
-    per_node: int | None,
-    *,
-    exact: bool,
-) -> None:
-    """Choose how the layers run in training, and shard the network."""
-    set_training_forward(
-        model,
-        recompute=parallel.activation_checkpointing,
-        every=parallel.recompute_every,
-        offload=Offload(site.device, site.copies) if parallel.activation_offload else None,
-        compiler=compiler,
-    )
-    shard(model, mesh, parallel, units, per_node=per_node, exact=exact)
 
 
 def optimizer_of(

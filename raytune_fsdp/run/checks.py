@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -22,8 +23,6 @@ from raytune_fsdp.plan.cadence import cadence_in_words, is_multiple
 from raytune_fsdp.plan.plan import Plan, layout_of, least_ranks, resolve
 from raytune_fsdp.plan.run_dir import RunDir, check_checkpoint_links, check_links, is_place_of_exports
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
-from raytune_fsdp.record.copies.tensorboard import tensorboard_installed
-from raytune_fsdp.record.copies.wandb import wandb_installed
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +108,12 @@ def check_trackers(config: FinetuneConfig) -> None:
             f"tracking.mlflow.register={mlflow.register} with model.head and method.type={config.method.type}: "
             "mlflow.transformers loads no adapter with a head of its own: set export.merge=true, or leave register out"
         )
-    if config.tracking.wandb.enabled and not wandb_installed():
+    if config.tracking.wandb.enabled and find_spec("wandb") is None:
         raise ConfigError(
             "tracking.wandb.enabled=true, but wandb is not installed: pip install wandb, or set it to false"
         )
-    if config.tracking.tensorboard.enabled and not tensorboard_installed():
+    # tensorboardX writes the files, and Ray Train brings it. TensorBoard itself is only needed to look at them.
+    if config.tracking.tensorboard.enabled and find_spec("tensorboardX") is None:
         raise ConfigError(
             "tracking.tensorboard.enabled=true, but nothing here writes its files: pip install tensorboardX, or set it "
             "to false"
@@ -181,21 +181,19 @@ def _check_storage(field: str, wanted: Path) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{field}: {there} is not writable by this user; choose another path")
     try:
-        with TemporaryFile(dir=there):  # root may write everywhere, but not in /proc
-            pass
+        TemporaryFile(dir=there).close()  # root may write everywhere, but not in /proc
     except OSError as error:
         raise ConfigError(
             f"{field}: nothing can be written in {there} ({error.strerror}); choose another path"
         ) from None
 
 
-def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | None = None) -> None:
+def check_best(config: FinetuneConfig, plan: Plan, known: Sequence[str] | None = None) -> None:
     """Refuse to keep the best checkpoints unless every checkpoint is evaluated, by a metric that exists.
 
-    `evaluations` are the names of the metrics; None as long as they are not known.
+    `known`: the names of the metrics; None as long as they are not known.
     """
     keep, best = config.checkpoint.keep_best, config.checkpoint.best
-    known = None if evaluations is None else list(evaluations)
     if keep and not (config.data.eval or config.eval.tasks):
         raise ConfigError(
             f"checkpoint.keep_best={keep}, but nothing is evaluated: set data.eval, or set checkpoint.keep_best to 0"
@@ -215,16 +213,16 @@ def check_best(config: FinetuneConfig, plan: Plan, evaluations: Iterable[str] | 
         )
 
 
-def _one_of(known: list[str] | None) -> str:
+def _one_of(known: Sequence[str] | None) -> str:
     return f"one of {', '.join(known)}" if known else "a metric of eval.tasks"
 
 
-def check_early_stop(config: FinetuneConfig, evaluations: Iterable[str] | None = None) -> None:
+def check_early_stop(config: FinetuneConfig, known: Sequence[str] | None = None) -> None:
     """Refuse `eval.early_stop` where nothing is evaluated, or by a metric that no evaluation has.
 
-    `evaluations` are the names of the metrics; None as long as they are not known.
+    `known`: the names of the metrics; None as long as they are not known.
     """
-    rule, known = config.eval.early_stop, None if evaluations is None else list(evaluations)
+    rule = config.eval.early_stop
     if rule is None:
         return
     if not (config.data.eval or config.eval.tasks):

@@ -68,8 +68,10 @@ def _used(
         place: dict[str, object]
         if dataset.hub is not None:
             kind = "hugging_face"
-            place = {"path": dataset.hub, "config_name": dataset.subset, "data_dir": None, "data_files": None}
-            place |= {"split": dataset.split, "revision": dataset.revision}
+            place = {
+                "path": dataset.hub, "config_name": dataset.subset, "data_dir": None, "data_files": None,
+                "split": dataset.split, "revision": dataset.revision,
+            }  # fmt: skip
         else:
             assert dataset.path is not None
             url = is_url(dataset.path)

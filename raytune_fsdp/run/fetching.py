@@ -22,8 +22,7 @@ import torch.distributed as dist
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.collectives import on_all_ranks
 from raytune_fsdp.base.errors import TransientError
-from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.cluster import ClusterConfig
+from raytune_fsdp.config import ClusterConfig, FinetuneConfig
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.directory.hub_download import Download
 from raytune_fsdp.model.directory.hub_weights import HubWeights, cache

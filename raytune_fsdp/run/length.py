@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from raytune_fsdp.base.batch import StopReason
-from raytune_fsdp.base.errors import Interrupted, RaytuneError, ResumeError
+from raytune_fsdp.base.errors import Interrupted, ResumeError
 from raytune_fsdp.base.untrusted import is_count, read_json
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint
 from raytune_fsdp.checkpoint.state import RunState
@@ -15,12 +14,8 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.method import AdapterMethod
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing
 from raytune_fsdp.run.forks.parent import Parent, steps_there
 from raytune_fsdp.step.optim.schedule import lr_factor, multiplier
-
-if TYPE_CHECKING:
-    from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 
 logger = logging.getLogger(__name__)
 
@@ -129,20 +124,6 @@ def _branch(config: FinetuneConfig, place: RunDir, checkpoint: CommittedCheckpoi
 
 def _steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def end_if_there(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> None:
-    """Raise Interrupted if the run has come to `run.stop_after`, and an attempt would find nothing to do there."""
-    step, found = standing.state.step, standing.checkpoint
-    if standing.stop_after is None or standing.over or standing.steps_left or not (found and found.lasting):
-        return
-    exam = evaluation_of_run(config, prepared.evals, prepared.tasks)
-    try:
-        missing = standing.plan.due(step, standing.plan.eval_every) and is_missing(prepared.place, step, exam)
-    except RaytuneError:  # a broken record: the attempt mends it
-        return
-    if not missing:
-        raise stopped_there(step)
 
 
 def stopped_there(step: int) -> Interrupted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,6 @@ from raytune_fsdp.model.compile_layers import COMPILED, EAGER, Compiler
 from raytune_fsdp.model.objective.objective import Objective
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.record import names
-from raytune_fsdp.record.names import score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.evaluation.early_stop import EarlyStop
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
@@ -47,10 +46,8 @@ class RankRun:
     """The config's `parallel`, as this attempt applies it."""
     objective: Objective
     sums: Sums
-    compiler: Compiler | None
-    """None: the layers run as they are."""
-    updates: Compiler | None
-    """None: an update runs operation by operation, or torch has a kernel for it."""
+    compilers: Mapping[str, Compiler]
+    """Those of layers and of updates, where they are compiled, by what the record calls these."""
     generates_with: str
     """The attention of transformers that writes answers."""
     tokenizer: PreTrainedTokenizerBase
@@ -144,7 +141,7 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
         parts.tracker.event(names.WINDOWS_BUILT, windows=built, steps=[rows[0].step, rows[-1].step])
     for fields in parts.skipped.up_to(parts.meter.cursor):
         parts.tracker.event(names.ROWS_SKIPPED, **fields)
-    for what, compiler in _compilers(parts).items():
+    for what, compiler in parts.compilers.items():
         compiler.agree()
         graphs, failure = compiler.news()
         if graphs:
@@ -153,7 +150,7 @@ def _log(parts: RankRun, step: int, *, last: bool) -> None:
             parts.tracker.event(names.KERNELS_CHANGED, what=what, was=COMPILED, now=EAGER, why=failure)
     for fields in parts.meter.slow():
         parts.tracker.event(names.SLOW_RANK, step=step, **fields)
-    for fields in parts.meter.forecast():
+    for fields in parts.meter.forecast.news():
         parts.tracker.event(names.PREDICTION_CHECKED, **fields)
     for fields in parts.profiler.news():
         parts.tracker.event(names.PROFILED, **fields)
@@ -169,12 +166,6 @@ def _fetched(parts: RankRun, step: int, *, last: bool) -> list[StepMetrics]:
     return rows
 
 
-def _compilers(parts: RankRun) -> dict[str, Compiler]:
-    """Return the compilers of this run, by what the record calls that which they compile."""
-    found = {"blocks": parts.compiler, "update": parts.updates}
-    return {what: compiler for what, compiler in found.items() if compiler is not None}
-
-
 def _evaluate(parts: RankRun, step: int) -> None:
     division = parts.plan.division
     values = parts.exam.values(
@@ -183,7 +174,7 @@ def _evaluate(parts: RankRun, step: int) -> None:
     )  # fmt: skip
     if values:
         parts.tracker.evaluation(step, values)
-        parts.saves.scored(step, score(values, parts.config.checkpoint.best))
+        parts.saves.scored(step, names.score(values, parts.config.checkpoint.best))
         ended = parts.early_stop.add(step, values)
         if ended is not None and step < parts.plan.steps:
             parts.tracker.event(names.STOPPED_EARLY, **ended)
@@ -205,7 +196,7 @@ def _saved(parts: RankRun, state: RunState, step: int) -> RunState:
 def _state_after(parts: RankRun, before: RunState, step: int) -> RunState:
     """Return everything that is not a tensor, after a step whose metrics have been fetched."""
     scale = parts.scale
-    gave_up = {what: EAGER for what, compiler in _compilers(parts).items() if compiler.failure is not None}
+    gave_up = {what: EAGER for what, compiler in parts.compilers.items() if compiler.failure is not None}
     return replace(
         before,
         step=step,

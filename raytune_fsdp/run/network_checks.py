@@ -231,10 +231,6 @@ def check_shared(config: FinetuneConfig, network: PreTrainedModel, needs: Kernel
     check_sequence(mesh.sequence, needs, sharing=sharing_heads(network, mesh.tensor))
 
 
-def _scores(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
-    check_scores(config, network)
-
-
 CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None], ...] = (
     _adapters,
     _optimizer,
@@ -246,6 +242,6 @@ CHECKS: tuple[Callable[[FinetuneConfig, PreTrainedModel, KernelNeeds, int], None
     _recomputed,
     _one_type,
     check_shared,
-    _scores,
+    check_scores,
 )
 """What is asked of every network before a rank is started. A feature that not every network can have adds a line."""

@@ -39,7 +39,6 @@ from raytune_fsdp.model.adapters.config_file import put_adapter_config
 from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.model.directory.files import WeightFiles, commit_of
 from raytune_fsdp.model.network import build_network
-from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import MARK_FILE, RECIPE_FILE, RunDir, mlflow_database
 from raytune_fsdp.record import names
 from raytune_fsdp.record.console import ConsoleTracker, event_in_words
@@ -65,8 +64,8 @@ from raytune_fsdp.run.described import (
     why_bits_differed,
 )
 from raytune_fsdp.run.evaluation.owed import described, evaluation_of_run
+from raytune_fsdp.run.forks.parent import lineage_of
 from raytune_fsdp.run.forks.pins import is_pinned
-from raytune_fsdp.run.forks.record import lineage_of
 from raytune_fsdp.run.resume import changed_settings, last_config
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.saving import lost_seconds, uncommitted_seconds
@@ -405,15 +404,11 @@ def _report_data(tracker: Tracker, config: FinetuneConfig, prepared: RunInputs) 
         before, after = ({name: each[i] for name, each in left_out.items()} for i in (0, 1))
         tracker.event(names.ROWS_LEFT_OUT, before=before, after=after)
     if prepared.census is not None:
-        _report_lost_rows(tracker, prepared.census)
-
-
-def _report_lost_rows(tracker: Tracker, census: Census) -> None:
-    total = census.total
-    if total.dropped or total.truncated or total.cut:
-        lost = {**total.dropped, "truncated": total.truncated, "cut": total.cut}
-        if total.without_targets:
-            lost["pieces_without_targets"] = total.without_targets
-        tracker.event(names.ROWS_DROPPED, **lost, rows=total.rows)
-    for fields in events_of_rows(census.skipped):
-        tracker.event(names.ROWS_SKIPPED, **fields)
+        total = prepared.census.total
+        if total.dropped or total.truncated or total.cut:
+            lost = {**total.dropped, "truncated": total.truncated, "cut": total.cut}
+            if total.without_targets:
+                lost["pieces_without_targets"] = total.without_targets
+            tracker.event(names.ROWS_DROPPED, **lost, rows=total.rows)
+        for fields in events_of_rows(prepared.census.skipped):
+            tracker.event(names.ROWS_SKIPPED, **fields)

@@ -9,7 +9,7 @@ the command says so (`--trust-places`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,7 @@ from raytune_fsdp.checkpoint.objects import ObjectStorage
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import load_config
+from raytune_fsdp.config.recorded import setting
 from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, read_object
 from raytune_fsdp.model.directory.known_files import CONFIG_FILE as MODEL_CONFIG_FILE
 from raytune_fsdp.plan.run_dir import (
@@ -44,18 +45,10 @@ from raytune_fsdp.plan.run_dir import (
     names_checkpoints,
 )
 
-_MODELS = (
-    ("model", "path"),
-    ("model", "tokenizer"),
-    ("method", "adapter"),
-    ("reference", "model"),
-    ("teacher", "model"),
-)
-_LISTS = (("data", "train"), ("data", "eval"), ("eval", "tasks"))
-_OTHERS = (
-    ("data", "cache", "path"), ("data", "chat_template"), ("checkpoint", "storage"), ("tracking", "mlflow", "uri"),
-)  # fmt: skip
-_CHECKPOINTS, _BASE = "checkpoints_at=", "base="
+_MODELS = ("model.path", "model.tokenizer", "method.adapter", "reference.model", "teacher.model")
+_LISTS = ("data.train", "data.eval", "eval.tasks")
+_OTHERS = ("data.cache.path", "data.chat_template", "checkpoint.storage", "tracking.mlflow.uri")
+_CHECKPOINTS, _BASE, _FORK = "checkpoints_at=", "base=", "fork="
 _MOST_SHOWN, _MOST_RUNS = 10, 100
 
 
@@ -64,11 +57,11 @@ def places_in(tree: Any) -> set[str]:
 
     What is on the hub is no place.
     """
-    named = [(".".join(keys), _value(tree, keys)) for keys in (*_MODELS, *_OTHERS)]
-    for keys in _LISTS:
-        rows = _value(tree, keys)
+    named = [(field, setting(tree, field)) for field in (*_MODELS, *_OTHERS)]
+    for listed in _LISTS:
+        rows = setting(tree, listed)
         for row in rows if isinstance(rows, list) else []:
-            named += [(f"{'.'.join(keys)}.{key}", _value(row, (key,))) for key in ("path", "hub", "chat_template")]
+            named += [(f"{listed}.{key}", setting(row, key)) for key in ("path", "hub", "chat_template")]
     return {f"{field}={text}" for field, text in named if isinstance(text, str) and _is_place(field, text)}
 
 
@@ -84,7 +77,7 @@ def mark_of(config: FinetuneConfig, *, begins: bool = False) -> dict[str, Any] |
         # Both as checkpoints of adapters name it, and as the recipe does.
         named |= {f"{_BASE}{Path(config.model.path).expanduser().absolute()}", f"{_BASE}{config.model.path}"}
     if (parent := forked_run(config)) is not None:
-        named.add(_of_fork(parent))
+        named.add(f"{_FORK}{parent}")
     for model in _models_read(config, begins=begins):
         named |= {entry for _, _, led in _led_by(model) for entry in led}
     # Where the base was before it moved: older checkpoints name that place.
@@ -134,12 +127,8 @@ def check_parent(run: Path, parent: Path, *, trusted: bool, base: str) -> None:
     """Refuse to follow a run to the one of which it is a fork, and that one to where its checkpoints are, unless this
     user has chosen these places. `base`: see `check_places`."""
     if not trusted and parent.parent != run.parent:
-        _refuse(str(run), _strange(str(run), {_of_fork(parent)}, _chosen_in(str(run))))
+        _refuse(str(run), _strange(str(run), {f"{_FORK}{parent}"}, _chosen_in(str(run))))
     check_places(parent, trusted=trusted, base=base)
-
-
-def _of_fork(parent: Path) -> str:
-    return f"fork={parent}"
 
 
 def check_beginning(config: FinetuneConfig, *, trusted: bool, begins: bool = True) -> None:
@@ -210,12 +199,6 @@ def run_of(place: str) -> str | None:
     return place if mine else None
 
 
-def _value(tree: Any, keys: Iterable[str]) -> Any:
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
-
-
 def _is_place(field: str, text: str) -> bool:
     if not text or text.startswith("hf://"):
         return False
@@ -224,7 +207,7 @@ def _is_place(field: str, text: str) -> bool:
 
         return not is_shipped(text)
     # A directory may stand where the name of a hub repository is expected, and is used in its place.
-    return not (field.endswith(".hub") or tuple(field.split(".")) in _MODELS) or _is_directory(text)
+    return not (field.endswith(".hub") or field in _MODELS) or _is_directory(text)
 
 
 def _is_directory(text: str) -> bool:

@@ -48,7 +48,7 @@ from raytune_fsdp.run.described import started_by
 from raytune_fsdp.run.evaluation.answers import check_prompts
 from raytune_fsdp.run.evaluation.evaluation import metrics_of_run
 from raytune_fsdp.run.forks.parent import entry_of_fork, fork_of
-from raytune_fsdp.run.length import end_if_there, warn_of_schedule
+from raytune_fsdp.run.length import warn_of_schedule
 from raytune_fsdp.run.network_checks import check_network, check_reached, warn_of_tokens
 from raytune_fsdp.run.places import check_beginning, mark_of
 from raytune_fsdp.run.reference.find import compared
@@ -62,7 +62,7 @@ from raytune_fsdp.run.resume import (
     identity_of,
     own_code,
 )
-from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, resume_point_of
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, confirm_complete, end_if_there, resume_point_of
 from raytune_fsdp.run.starting_weights import (
     StartingWeights,
     find_adapter,

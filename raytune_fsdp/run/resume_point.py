@@ -15,6 +15,7 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.collectives import on_rank0
+from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.lease import Lease
 from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, verify
@@ -30,10 +31,10 @@ from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import Plan, resolve
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.run.evaluation.early_stop import ended_on_record
-from raytune_fsdp.run.evaluation.owed import evaluation_of_run, owes
+from raytune_fsdp.run.evaluation.owed import evaluation_of_run, is_missing, owes
 from raytune_fsdp.run.forks.parent import Fork, Parent
 from raytune_fsdp.run.forks.pins import look_again, pin
-from raytune_fsdp.run.length import check_extension
+from raytune_fsdp.run.length import check_extension, stopped_there
 from raytune_fsdp.run.resume import Resumed, check_same_run, find_resume, next_attempt
 from raytune_fsdp.run.starting_weights import AdapterFiles, ReferenceModel, StartingWeights, TeacherModel
 
@@ -217,6 +218,20 @@ def confirm_complete(config: FinetuneConfig, prepared: RunInputs, standing: Resu
             break
         standing = _look_without(config, prepared, standing, problem)
     return standing
+
+
+def end_if_there(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint) -> None:
+    """Raise Interrupted if the run has come to `run.stop_after`, and an attempt would find nothing to do there."""
+    step, found = standing.state.step, standing.checkpoint
+    if standing.stop_after is None or standing.over or standing.steps_left or not (found and found.lasting):
+        return
+    exam = evaluation_of_run(config, prepared.evals, prepared.tasks)
+    try:
+        missing = standing.plan.due(step, standing.plan.eval_every) and is_missing(prepared.place, step, exam)
+    except RaytuneError:  # a broken record: the attempt mends it
+        return
+    if not missing:
+        raise stopped_there(step)
 
 
 def _numbered(prepared: RunInputs, standing: ResumePoint) -> ResumePoint:

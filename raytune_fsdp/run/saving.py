@@ -32,7 +32,6 @@ from raytune_fsdp.config.rules import SaveEvery
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import each_event, read_evaluations, steps_after
-from raytune_fsdp.record.names import highest_is_best, score
 from raytune_fsdp.record.tracker import Tracker
 from raytune_fsdp.run.forks.pins import is_pinned
 from raytune_fsdp.run.peers.copies import MOST_SECONDS, PeerCopies, open_copies
@@ -345,7 +344,7 @@ def open_saves(
     scores = {}  # of earlier attempts too, or their best checkpoints would be pruned
     if dist.get_rank() == 0 and config.checkpoint.keep_best:
         found = read_evaluations(prepared.place.metrics, standing.state.step)
-        scores = {step: score(values, config.checkpoint.best) for step, values in found.items()}
+        scores = {step: names.score(values, config.checkpoint.best) for step, values in found.items()}
     saver = open_saver(
         prepared.place.checkpoints,
         model,
@@ -412,5 +411,5 @@ def intervals_of(chosen: CheckpointConfig) -> Intervals | None:
 
 def keep_of(chosen: CheckpointConfig) -> Keep:
     """Return which checkpoints a config keeps."""
-    highest = highest_is_best(chosen.best, chosen.best_is)
+    highest = names.highest_is_best(chosen.best, chosen.best_is)
     return Keep(last=chosen.keep_last, every=chosen.keep_every, best=chosen.keep_best, lower_is_better=not highest)

@@ -392,8 +392,7 @@ def fill_mode(config: FinetuneConfig, origin: StartingWeights | None, adapter: A
         sees = look() == wanted
     except OSError:
         sees = False
-    views: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(views, sees)
+    views = on_all_ranks(lambda: sees)
     if all(views):
         return "sharded"
     if config.model.fill == "sharded":

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import FinetuneConfig
@@ -20,7 +18,7 @@ from raytune_fsdp.plan.run_dir import mlflow_database
 from raytune_fsdp.record.copies.following import kept_id
 from raytune_fsdp.record.copies.mlflow import mlflow_installed
 from raytune_fsdp.record.copies.mlflow_extras import NOTE, SOURCE
-from raytune_fsdp.record.copies.mlflow_run import MlflowRun, connect, create_run, find_run
+from raytune_fsdp.record.copies.mlflow_run import MlflowRun, connect, kept_run
 from raytune_fsdp.tune.log import Entry, SweepBegun
 from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.space import run_name_of
@@ -32,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = 60.0
 """How long the sweep waits for MLflow: its trials need it only to be below the sweep in its pages."""
-_ASKED_FOR = "?"
 _SWEEP, _BEST = "raytune_fsdp.sweep", "raytune_fsdp.best"
 
 
@@ -85,18 +82,10 @@ class Tracked:
     def _open(self) -> MlflowRun:
         with environment(quieting()):
             client, file = connect(self._uri), self._place.mlflow_id
-            known = kept_id(file)
-            asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
-            run = find_run(client, self._uri, known) if known and asked_for is None else None
-            if run is None:
-                # The token first: a server may make the run, and its answer get lost.
-                token = asked_for or uuid.uuid4().hex
-                replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
-                run = create_run(
-                    client, experiment=self._experiment, artifact_root=self._artifacts, name=self._spec.name,
-                    token=token, again=asked_for is not None, source={**SOURCE, _SWEEP: self._spec.name},
-                )  # fmt: skip
-            replace_at_once(file, f"{run.id}\n".encode())
+            run = kept_run(
+                client, self._uri, file, kept_id(file), experiment=self._experiment, artifact_root=self._artifacts,
+                name=self._spec.name, source={**SOURCE, _SWEEP: self._spec.name},
+            )  # fmt: skip
             run.set_running()
             return run
 

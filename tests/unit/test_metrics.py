@@ -20,6 +20,7 @@ from raytune_fsdp.record.lines import step_lines
 from raytune_fsdp.record.names import ACCURACY, TOKEN_ACCURACY, higher_is_better, labelled, step_values
 from raytune_fsdp.run.measure import meter as meters
 from raytune_fsdp.run.measure import nodes as measure_nodes
+from raytune_fsdp.run.measure.against_prediction import Forecast
 from raytune_fsdp.run.measure.meter import Meter
 from raytune_fsdp.run.measure.nodes import NodeFigures
 from raytune_fsdp.step.flops import Architecture, Products
@@ -39,7 +40,7 @@ def meter(objective: ObjectiveChoice | None = None) -> Meter:
     return Meter(
         PLAN, ONE_WEIGHT, torch.device("cpu"), windows=lambda _: 4,
         cursor=Cursor(), datasets=("books", "code"), max_skipped=3, checkpoints="",
-        objective=objective,
+        objective=objective, forecast=Forecast(None, lambda: 0, gpu=False, last=PLAN.steps),
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def test_what_a_failure_costs_and_what_is_left_is_all_of_the_time() -> None:
     """A day between two failures, a save an hour: half an hour and a bit is trained again."""
     failures = Failures(gpus=24, gpu_hours=24 * 24.0)
     assert failures.apart == 86_400
-    again = failures.again(3600.0)
+    again = productive.again(failures, 3600.0)
     assert again == pytest.approx(1800 + WRITE_SECONDS, rel=0.02)
     whole = failures.apart + failures.recovery
     held_up = failures.stall * failures.apart / (3600 + failures.stall)

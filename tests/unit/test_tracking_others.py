@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.launch.start import run
 from raytune_fsdp.record.copies import following
-from raytune_fsdp.record.copies import tensorboard as tracking_tensorboard
 from raytune_fsdp.record.copies.tensorboard import TensorboardTracker
 from raytune_fsdp.record.copies.wandb import WandbTracker
 from raytune_fsdp.record.jsonl import JsonlTracker, append_evaluation
@@ -128,8 +127,8 @@ def test_tensorboard_has_an_evaluation_once_that_was_written_apart_from_its_step
     pytest.importorskip("tensorboardX")
     write = TensorboardTracker._write
 
-    def slow(self: TensorboardTracker, line: Mapping[str, Any]) -> None:
-        write(self, line)
+    def slow(self: TensorboardTracker, place: following.Position, line: Mapping[str, Any]) -> None:
+        write(self, place, line)
         time.sleep(0.11)  # each line is flushed by itself
 
     monkeypatch.setattr(TensorboardTracker, "_write", slow)
@@ -304,7 +303,7 @@ def test_a_library_that_is_missing_is_said_before_anything_starts(
 
     with pytest.raises(ConfigError, match="tracking.wandb.enabled=true, but wandb is not installed: pip install wandb"):
         run(chosen(wandb={"enabled": True}))
-    monkeypatch.setattr(tracking_tensorboard, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install tensorboardX"):
         check_trackers(chosen(tensorboard={"enabled": True}))
     with pytest.raises(ConfigError, match="this run is without Ray"):

@@ -30,7 +30,7 @@ from raytune_fsdp.base.untrusted import (
     open_regular,
     parse_json,
     read_file,
-    read_json,
+    read_json_object,
     shown,
 )
 from raytune_fsdp.model.directory.known_files import (
@@ -92,9 +92,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read a `config.json`; refuse one that asks for more than any model needs."""
     file = directory / CONFIG_FILE
     try:
-        values = read_json(file, limit=_CONFIG_BYTES, links=True)
-        if not isinstance(values, dict):
-            raise UnsoundError("is not a JSON object")
+        values = read_json_object(file, limit=_CONFIG_BYTES, links=True)
         if not isinstance(values.get("model_type", ""), str):
             raise UnsoundError(f"has the model_type {shown(values['model_type'])}")
         _check_counts(values)
@@ -102,8 +100,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{file} {error}, so it is not the config of a model: download it again") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read ({first_line(error)}): download it again") from error
-    found: dict[str, Any] = values
-    return found
+    return values
 
 
 def _check_counts(values: Mapping[str, Any]) -> None:

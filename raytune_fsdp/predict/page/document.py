@@ -12,15 +12,12 @@ from threading import BoundedSemaphore
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
-
 from raytune_fsdp import __version__
 from raytune_fsdp.base.errors import ConfigError, UserError
 from raytune_fsdp.predict.devices import DEVICES
 from raytune_fsdp.predict.page import grid
 from raytune_fsdp.predict.page.points import Chosen, Offered, Points, read_choice
-from raytune_fsdp.record.report.page import embedded, hash_of
+from raytune_fsdp.record.report.page import rendered
 
 _HERE = Path(__file__).parent
 
@@ -115,7 +112,6 @@ def _page(
     connects: bool,
     points: Mapping[str, Any] | None = None,
 ) -> str:
-    style, script = (_HERE / "page.css").read_text(encoding="utf-8"), (_HERE / "page.js").read_text(encoding="utf-8")
     controls = [
         {"name": name, "label": label, "kind": kind, "values": list(among[name])}
         for name, (label, kind) in _CONTROLS.items()
@@ -130,19 +126,17 @@ def _page(
         "methods": _METHODS,
         "points": points,
     }
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("page.html.jinja").render(
+    return rendered(
+        "page.html.jinja",
+        "page.js",
+        data,
+        _HERE,
         title=title,
         version=__version__,
         controls=controls,
         lasts=points is not None,
         notes=notes,
         connects=connects,
-        style=Markup(style),
-        style_hash=hash_of(style),
-        script=Markup(script),
-        script_hash=hash_of(script),
-        data=Markup(embedded(data)),
     )
 
 

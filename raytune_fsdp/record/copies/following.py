@@ -334,15 +334,15 @@ class Copy(Follower):
         """
 
     @abstractmethod
-    def _write(self, line: Mapping[str, Any]) -> None:
-        """Take a line of the record."""
+    def _write(self, place: Position, line: Mapping[str, Any]) -> None:
+        """Take a line of the record. `place`: the one after it."""
 
-    def _write_late(self, line: Mapping[str, Any]) -> None:
+    def _write_late(self, place: Position, line: Mapping[str, Any]) -> None:
         """Take an evaluation that was measured by another process while training went on, so later steps are written.
 
         One at most for every step that is written.
         """
-        self._write(line)
+        self._write(place, line)
 
     @abstractmethod
     def _flush(self) -> None:
@@ -391,11 +391,13 @@ class Copy(Follower):
         else:
             self._wait(committed)
 
-    def _copy(self, part: _Part, write: Callable[[Mapping[str, Any]], None], last_step: int, most: int = ALL) -> bool:
+    def _copy(
+        self, part: _Part, write: Callable[[Position, Mapping[str, Any]], None], last_step: int, most: int = ALL
+    ) -> bool:
         """Copy what comes next, for a tenth of a second; return whether there was anything."""
         began, sent = time.monotonic(), part.sent
         for place, line in islice(part.reader.lines(last_step), most):
-            write(line)
+            write(place, line)
             sent = place
             if time.monotonic() > began + 0.1:
                 break

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from raytune_fsdp.base.batch import Progress
-from raytune_fsdp.base.durable import make_private, replace_at_once, take_from_others
+from raytune_fsdp.base.durable import make_private, take_from_others
 from raytune_fsdp.base.errors import RaytuneError, in_one_line
 from raytune_fsdp.base.redaction import redact, redact_text, redact_yaml
 from raytune_fsdp.base.untrusted import is_count
@@ -44,8 +43,7 @@ from raytune_fsdp.record.copies.mlflow_run import (
     Point,
     RefusedError,
     connect,
-    create_run,
-    find_run,
+    kept_run,
     mlflow_name,
     node_points_of,
     points_of,
@@ -60,8 +58,6 @@ RUN_ID = "mlflow_run_id"
 """Key of the run's id in `Tracker.state`."""
 CURSOR = "raytune_fsdp.sent"
 """Tag that holds the cursor."""
-_ASKED_FOR = "?"
-"""Prefix of a token in the file of the run's id: a run with this token was asked for, but its id is not known."""
 _RESUMED_FROM, _COMMIT = "raytune_fsdp.resumed_from", "mlflow.source.git.commit"
 FORK_OF, FORK_STEP = "raytune.fork_of", "raytune.fork_step"
 """Tags of a fork: the id of its parent's MLflow run (its name, if it has none), and the step after which it began."""
@@ -211,20 +207,11 @@ class MlflowTracker(Follower):
             make_private(Path(self._artifact_root))
             take_from_others(Path(self._artifact_root))
         file = self._directory / MLFLOW_ID_FILE
-        known = kept_id(file) or self._start.state.get(RUN_ID, "")
-        asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
-        run = find_run(client, self._uri, known) if known and asked_for is None else None
-        if run is None:
-            # Keep the token before asking: a server may create a run and its answer get lost, or this process crash.
-            token = asked_for or uuid.uuid4().hex
-            self._directory.mkdir(parents=True, exist_ok=True)
-            replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
-            run = create_run(
-                client, experiment=self._experiment, artifact_root=self._artifact_root, name=self._start.name,
-                token=token, again=asked_for is not None, source={**SOURCE, **self._parent},
-            )  # fmt: skip
+        run = kept_run(
+            client, self._uri, file, kept_id(file) or self._start.state.get(RUN_ID, ""), experiment=self._experiment,
+            artifact_root=self._artifact_root, name=self._start.name, source={**SOURCE, **self._parent},
+        )  # fmt: skip
         self._run_id, self.page = run.id, run.page
-        replace_at_once(file, f"{run.id}\n".encode())
         if not self._start.over:
             run.set_running()
         self._describe(run)

@@ -127,8 +127,11 @@ class Tables:
         try:
             if events:
                 digests = digests_of(events)
-                tables = {"events.json": events_table(events), "answers.json": answers_table(events)}
-                tables["digests.json"] = _table(_DIGESTS, digests[-_MOST_ROWS:]) if digests else None
+                tables = {
+                    "events.json": events_table(events),
+                    "answers.json": answers_table(events),
+                    "digests.json": _table(_DIGESTS, digests[-_MOST_ROWS:]) if digests else None,
+                }
                 _put(run, tables, len(events), {DIGEST: "{2} after step {0}".format(*digests[-1])} if digests else {})
             own = [event for event in events if event["attempt"] == attempt]
             if own:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.base.durable import keep_private
+from raytune_fsdp.base.durable import keep_private, replace_at_once
 from raytune_fsdp.base.errors import in_one_line
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.record.lines import step_of, time_of
@@ -56,6 +56,8 @@ _MAX_NAME = 500  # of a dataset
 _GONE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 _REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _START = "raytune_fsdp.start"
+_ASKED_FOR = "?"
+"""Prefix of a token in the file of the run's id: a run with this token was asked for, but its id is not known."""
 ATTEMPT = "raytune_fsdp.attempt"
 PARENT = "mlflow.parentRunId"
 _NAMES, _TODAYS_NAMES = "raytune_fsdp.names", "2"
@@ -118,16 +120,12 @@ class MlflowRun:
 
     def add_params(self, params: Mapping[str, str]) -> None:
         """Add the params that are new. In MLflow a param never changes: a resumed run keeps its first value."""
-        from mlflow.entities import Param
-
-        new = [Param(key, value) for key, value in params.items() if key not in self.params]
+        new = [(key, value) for key, value in params.items() if key not in self.params]
         for first in range(0, len(new), _MAX_PARAMS):
             self._log(params=new[first : first + _MAX_PARAMS])
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        pairs = [RunTag(*pair) for pair in tags.items()]
+        pairs = list(tags.items())
         for first in range(0, len(pairs), _MAX_TAGS):
             self._log(tags=pairs[first : first + _MAX_TAGS])
         self.tags = {**self.tags, **tags}
@@ -177,12 +175,9 @@ class MlflowRun:
 
     def add_points(self, points: Sequence[Point], tags: Mapping[str, str]) -> None:
         """Add points, and set tags with the last of them."""
-        from mlflow.entities import Metric, RunTag
-
         for first in range(0, max(1, len(points)), MAX_POINTS):
-            metrics = [Metric(*point) for point in points[first : first + MAX_POINTS]]
             last = first + MAX_POINTS >= len(points)
-            self._log(metrics=metrics, tags=[RunTag(*pair) for pair in tags.items()] if last else [])
+            self._log(points[first : first + MAX_POINTS], tags=list(tags.items()) if last else ())
 
     def steps_of(self, key: str) -> list[int]:
         """Return the steps of all points of a metric."""
@@ -199,12 +194,21 @@ class MlflowRun:
         inputs = run.inputs.dataset_inputs if run.inputs else ()
         self.inputs = {(each.dataset.name, each.dataset.digest) for each in inputs}
 
-    def _log(self, **what: object) -> None:
+    def _log(
+        self, points: Sequence[Point] = (), params: Sequence[tuple[str, str]] = (), tags: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        from mlflow.entities import Metric, Param, RunTag
         from mlflow.exceptions import MlflowException
 
         try:
             # Synchronous: otherwise the client keeps a queue of its own, and does not report failures.
-            self._client.log_batch(self.id, **what, synchronous=True)
+            self._client.log_batch(
+                self.id,
+                metrics=[Metric(*each) for each in points],
+                params=[Param(*each) for each in params],
+                tags=[RunTag(*each) for each in tags],
+                synchronous=True,
+            )
         except MlflowException as error:
             if error.error_code not in _REFUSED:
                 raise
@@ -242,37 +246,45 @@ def get_run(client: MlflowClient, run_id: str) -> MlflowRun:
     return MlflowRun(client, _get(client, run_id))
 
 
-def find_run(client: MlflowClient, uri: str, run_id: str) -> MlflowRun | None:
-    """Return the run with an id; None, with a warning, if it is no longer there."""
-    try:
-        return get_run(client, run_id)
-    except GoneError:
-        logger.warning(
-            "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
-            shown_uri(uri), run_id,
-        )  # fmt: skip
-        return None
-
-
-def create_run(
+def kept_run(
     client: MlflowClient,
+    uri: str,
+    file: Path,
+    known: str,
     *,
     experiment: str,
     artifact_root: str | None,
     name: str,
-    token: str,
-    again: bool,
     source: Mapping[str, str],
 ) -> MlflowRun:
-    """Create a run. With `again`, look for its `token` first: a server may have created it, and its answer got lost.
+    """Return the run that `known` names, which a file has kept; else, with a warning if it is gone, create one.
 
-    `source`: tags of what has made it.
+    `file` keeps its id. `source`: tags of what has made it.
     """
-    experiment_id = _experiment_id(client, experiment, artifact_root)
-    if again and (found := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
-        return MlflowRun(client, found[0])
-    tags = {_START: token, _NAMES: _TODAYS_NAMES, **source}
-    return MlflowRun(client, client.create_run(experiment_id, tags=tags, run_name=name))
+    asked_for = known.removeprefix(_ASKED_FOR) if known.startswith(_ASKED_FOR) else None
+    run = None
+    if known and asked_for is None:
+        try:
+            run = get_run(client, known)
+        except GoneError:
+            logger.warning(
+                "MLflow at %s no longer has run %s; metrics go to a new one from here on, with all there were",
+                shown_uri(uri), known,
+            )  # fmt: skip
+    if run is None:
+        # Keep the token before asking: the answer may get lost, or this process crash.
+        token = asked_for or uuid.uuid4().hex
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_at_once(file, f"{_ASKED_FOR}{token}\n".encode())
+        experiment_id = _experiment_id(client, experiment, artifact_root)
+        # Asked for before: a server may have created it, and its answer got lost.
+        if asked_for is not None and (there := client.search_runs([experiment_id], f"tags.`{_START}` = '{token}'")):
+            run = MlflowRun(client, there[0])
+        else:
+            tags = {_START: token, _NAMES: _TODAYS_NAMES, **source}
+            run = MlflowRun(client, client.create_run(experiment_id, tags=tags, run_name=name))
+    replace_at_once(file, f"{run.id}\n".encode())
+    return run
 
 
 def _get(client: MlflowClient, run_id: str) -> Run:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.plan.run_dir import TENSORBOARD
-from raytune_fsdp.record.copies.following import Copy
+from raytune_fsdp.record.copies.following import Copy, Position
 from raytune_fsdp.record.copies.mlflow_run import node_points_of, points_of
 from raytune_fsdp.record.tracker import Status
-
-
-def tensorboard_installed() -> bool:
-    """Return whether tensorboardX is installed: it writes the files, and Ray Train brings it.
-
-    TensorBoard itself is only needed to look at them.
-    """
-    return find_spec("tensorboardX") is not None
 
 
 class TensorboardTracker(Copy):
@@ -45,7 +36,7 @@ class TensorboardTracker(Copy):
         # TensorBoard then hides what older files have of this step and later ones.
         self._file.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, place: Position, line: Mapping[str, Any]) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 

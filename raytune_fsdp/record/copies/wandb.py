@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,11 @@ from raytune_fsdp.base.redaction import redact
 from raytune_fsdp.plan.run_dir import WANDB_ID_FILE
 from raytune_fsdp.record.copies.following import Copy, Position, kept_id
 from raytune_fsdp.record.copies.mlflow_run import node_points_of, points_of
-from raytune_fsdp.record.lines import step_of
 from raytune_fsdp.record.tracker import Status
 
 # W&B's exit codes: 255 means stopped by a user, any other but 0 a crash.
 _EXIT_CODES: dict[Status, int] = {"finished": 0, "failed": 1, "interrupted": 255}
 _EVALUATED = "evaluated_step"
-
-
-def wandb_installed() -> bool:
-    return find_spec("wandb") is not None
 
 
 class WandbTracker(Copy):
@@ -38,13 +32,12 @@ class WandbTracker(Copy):
         self._entity = entity
         self._run: Any = None
         self._row = 0
-        self._place, self._given = Position(), Position()
-        """Of the line that was written last, and the furthest that W&B was ever given."""
+        self._given = Position()
+        """The furthest that W&B was ever given."""
 
     def _open(self, step: int) -> None:
         import wandb
 
-        self._place = Position(step)
         if self._run is not None:
             return  # W&B takes a step again, and keeps the last value of a key
         self._given = self._steps.last_sent()
@@ -66,11 +59,9 @@ class WandbTracker(Copy):
             settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        step = step_of(line)
-        self._place = Position(step, self._place.lines + 1 if step == self._place.step else 1)
-        is_new, self._given = self._place > self._given, max(self._place, self._given)
-        if line["kind"] == "eval" and step < self._run.step:
+    def _write(self, place: Position, line: Mapping[str, Any]) -> None:
+        is_new, self._given = place > self._given, max(place, self._given)
+        if line["kind"] == "eval" and place.step < self._run.step:
             # A run that is resumed there goes on in a new row, and what it is told of the row before is dropped.
             if is_new:
                 self._into_open_row(line)
@@ -80,7 +71,7 @@ class WandbTracker(Copy):
             self._row = points[0][3]
             self._run.log({name: value for name, value, _, _ in points}, step=self._row)
 
-    def _write_late(self, line: Mapping[str, Any]) -> None:
+    def _write_late(self, place: Position, line: Mapping[str, Any]) -> None:
         # Not for the few of `_write`: curves over this metric lack the rows that have none.
         self._run.define_metric("eval/*", step_metric=_EVALUATED)
         self._into_open_row(line)

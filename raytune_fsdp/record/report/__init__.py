@@ -3,8 +3,7 @@
 data.py        packed samples with the trained tokens marked; counts and lengths of documents
 summary.py     the end of a run in a terminal: what it learned, where everything is, what to do next
 curves.py      metrics.jsonl -> a picture
-card.py        the model card of an export; card_scores.py of one that scores, card_teacher.py
-               of one that has learned from a teacher
+card.py        the model card of an export; card_scores.py of one that scores
 overview.py    a run in a few numbers, for a list of runs
 page.py        the page about a run, report/index.html, or a page that compares several; page.html.jinja, .css, .js
 history.py     a run directory -> columns of numbers, evaluations, events

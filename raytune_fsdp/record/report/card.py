@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,20 +30,20 @@ from raytune_fsdp.config.sections.reference import ReferenceConfig
 from raytune_fsdp.model.directory.bounds import read_config
 from raytune_fsdp.model.directory.files import find_weights
 from raytune_fsdp.model.directory.known_files import CARD_FILE
-from raytune_fsdp.plan.run_dir import METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
-from raytune_fsdp.record.jsonl import each_line_of
+from raytune_fsdp.plan.run_dir import EVENTS_FILE, METRICS_FILE, RECIPE_FILE, checkpoints_of, names_checkpoints
+from raytune_fsdp.record.jsonl import each_event, each_line_of
 from raytune_fsdp.record.lineage import Lineage
 from raytune_fsdp.record.lines import step_of
-from raytune_fsdp.record.names import of_calibration, with_perplexity
+from raytune_fsdp.record.names import TEACHER, of_calibration, with_perplexity
 from raytune_fsdp.record.report.ancestors import of_lineage
 from raytune_fsdp.record.report.card_scores import of_scores, scores
-from raytune_fsdp.record.report.card_teacher import of_teacher
 
 logger = logging.getLogger(__name__)
 
 _LOCAL = ("/", "~", "./", "../", "file:")
 """Prefixes of paths that exist only on one machine."""
 _FINGERPRINT = "- fingerprint of everything that decided the training"
+_MOST_DATASETS = 100
 _RECIPE_BYTES = 4 * MIB  # the whole config of a run: 5 kB
 RECIPE = ("run", "model", "data", "method", "parallel", "optim", "train", "reference", "teacher")
 """The sections of a config that decide what is learned. Of `run`, only the name and the seed are shown; `reference` is
@@ -127,7 +128,7 @@ def model_card(
         logger.warning("the model card has no results: %s", in_one_line(error))
     if results:
         parts += ["", "## Results", "", "| | |", "|---|---|", *results]
-    parts += [*of_lineage(recipe), *of_teacher(recipe, run_dir)]
+    parts += [*of_lineage(recipe), *_teacher(recipe, run_dir)]
     parts += ["", "## Data", "", *_data(config, state)]
     if config:
         shown = yaml.safe_dump(_shortened(config), sort_keys=False, allow_unicode=True).rstrip()
@@ -243,6 +244,51 @@ def _results(lines: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {_prose(key)} (step {last}) | {value:.4f} |"
 
 
+def _teacher(recipe: Mapping[str, Any], run_dir: Path | None) -> Iterator[str]:
+    """Yield the lines about a model's teacher, if it had one. The recipe and the record may be a stranger's."""
+    teacher = recipe["config"].get("teacher")
+    if not isinstance(teacher, Mapping) or not isinstance(model := teacher.get("model"), str):
+        return
+    said = _said_of_teacher(run_dir)
+    # Where only what it predicted was there, the record knows its name.
+    name = said.get("model") if isinstance(said.get("model"), str) else model
+    where = _shown(name)
+    top_k, temperature = _plain(teacher.get("top_k", 64)), _plain(teacher.get("temperature", 1.0))
+    yield from (
+        "",
+        "## Teacher",
+        "",
+        f"It has learned what {_cell(where)} predicts, at temperature {temperature}: of each token that it was trained "
+        f"on, the probabilities of the {top_k} most likely ones, and of all others together.",
+    )
+    if kept := list(_not_kept(said)):
+        yield from ("", "How much the others have together:", "", "| | |", "|---|---|", *kept[:_MOST_DATASETS])
+
+
+def _said_of_teacher(run_dir: Path | None) -> Mapping[str, Any]:
+    """Return the fields of the last event about the teacher."""
+    if run_dir is None:
+        return {}
+    try:
+        events = [event["fields"] for event in each_event(run_dir / EVENTS_FILE) if event["event"] == TEACHER]
+    except (OSError, ValueError):
+        return {}
+    return events[-1] if events else {}
+
+
+def _not_kept(said: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each dataset."""
+    shares = said.get("not_kept")
+    for name, share in shares.items() if isinstance(shares, Mapping) else ():
+        values = (share.get("mean"), share.get("largest")) if isinstance(share, Mapping) else ()
+        if all(isinstance(each, int | float) and math.isfinite(each) for each in values) and values:
+            yield f"| {_cell(str(name))} | {values[0]:.2%} on average, at most {values[1]:.2%} of one token's |"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else "another"
+
+
 def _data(config: Mapping[str, Any], state: RunState) -> Iterator[str]:
     """Yield a table with a row for every dataset: a fingerprint of its content, format and share."""
     yield "| dataset | fingerprint of its content |"
@@ -318,6 +364,11 @@ def _prose(text: object) -> str:
 def _code(text: object) -> str:
     """Return a text as one line of Markdown code, in which only a backtick has a meaning."""
     return f"`{printable(str(text)).replace('`', chr(39))}`"
+
+
+def _cell(text: str) -> str:
+    """Return a text, which may be a stranger's, as code in a cell of a table."""
+    return _code(str(redact_shapes(text)).replace("|", "/"))
 
 
 def _shown(path: object) -> str:

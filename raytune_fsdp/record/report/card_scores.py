@@ -27,7 +27,8 @@ def scores(hf_config: Mapping[str, Any]) -> bool:
 
 def of_scores(hf_config: Mapping[str, Any], recipe: Mapping[str, Any], *, adapter: bool) -> Iterator[str]:
     """Yield the lines about the scores of a model. Its config and its recipe may be a stranger's."""
-    labels, pad = _labels(hf_config), _pad(hf_config)
+    labels, pad = _labels(hf_config), hf_config.get("pad_token_id")
+    pad = pad if isinstance(pad, int) else 0
     objective = recipe["config"].get("train", {}).get("objective")
     kind = objective.get("type") if isinstance(objective, Mapping) else None
     yield from ("", "## Scores", "", _MEANING.get(str(kind), "It gives a text numbers, and predicts no tokens."))
@@ -87,11 +88,6 @@ def _labels(hf_config: Mapping[str, Any]) -> list[str]:
         return ["LABEL_0", "LABEL_1"]
     # In the file 10 comes before 2.
     return [str(found[key]) for key in sorted(found, key=lambda key: (len(str(key)), str(key)))]
-
-
-def _pad(hf_config: Mapping[str, Any]) -> int:
-    found = hf_config.get("pad_token_id")
-    return found if isinstance(found, int) else 0
 
 
 def _formats(recipe: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -77,8 +77,7 @@ def plot_runs(run_dirs: Sequence[Path], png_path: Path) -> None:
     for index, (name, steps) in enumerate(runs):
         y = smoothed([step["loss"] for step in steps], len(steps) // SMOOTH_FROM_STEPS)
         axes.plot([step["step"] for step in steps], y, color=f"C{index % 10}", label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
     save_png(figure, png_path)

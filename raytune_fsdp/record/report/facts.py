@@ -200,7 +200,11 @@ def answers(history: History) -> dict[str, Any]:
     if len(steps) > _ANSWER_STEPS:
         steps = [steps[i] for i in np.linspace(0, len(steps) - 1, _ANSWER_STEPS).round().astype(int)]
     rows = [
-        (_cut(prompt), [_cut(by_step[step]) if step in by_step else None for step in steps])  # None: it was not asked
+        (
+            shown_value(prompt, _ANSWER),
+            # None: it was not asked.
+            [shown_value(by_step[step], _ANSWER) if step in by_step else None for step in steps],
+        )
         for prompt, by_step in said.items()
     ]
     return {"steps": steps, "rows": rows}
@@ -238,11 +242,6 @@ def moment(seconds: float) -> str:
         return ""
 
 
-def _cut(text: str) -> str:
-    clean = str(redact_shapes(text))
-    return clean if len(clean) <= _ANSWER else f"{clean[:_ANSWER]}…"
-
-
 def some_rows(rows: list[Any]) -> list[Any]:
     """Shorten a long list to `_MOST_ROWS`: a third of them from its beginning, the rest from its end."""
     first = _MOST_ROWS // 3
@@ -254,10 +253,8 @@ def some_rows(rows: list[Any]) -> list[Any]:
 
 def predictions(history: History) -> list[tuple[str, str, str, str]]:
     """Return name, predicted value, measured value and relative error of each prediction, by the last events."""
-    said: Mapping[str, Any] = {}
-    for event in history.events:
-        if event["event"] == names.PREDICTED:
-            said = event["fields"]
+    predicted = (event["fields"] for event in reversed(history.events) if event["event"] == names.PREDICTED)
+    said: Mapping[str, Any] = next(predicted, {})
     measured: dict[str, Any] = {}
     for event in history.events:
         if event["event"] == names.PREDICTION_CHECKED:

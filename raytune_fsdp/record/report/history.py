@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +19,8 @@ import numpy as np
 import yaml
 
 from raytune_fsdp.base.errors import UserError, in_one_line
-from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, read_file, read_json, reason
-from raytune_fsdp.config.recorded import recorded
+from raytune_fsdp.base.untrusted import MIB, UnsoundError, is_count, read_file, read_json, read_json_object, reason
+from raytune_fsdp.config.recorded import recorded, setting
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import (
@@ -113,13 +114,6 @@ class History:
         """Return a number of the plan."""
         value = self.plan.get(name)
         return value if type(value) is int and 0 < value < 1 << 63 else None
-
-
-def setting(config: Any, path: str) -> Any:
-    """Return a value of a config, as a tree, by its dotted path; None if there is none."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
 
 
 def check_run(path: Path) -> None:
@@ -269,12 +263,8 @@ def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def json_map(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a small file."""
-    found = read_json(path, limit=_SMALL_FILE)
-    if not isinstance(found, dict):
-        raise UnsoundError("is not a JSON object")
-    return found
+json_map = partial(read_json_object, limit=_SMALL_FILE)
+"""Reads a JSON object from a small file."""
 
 
 def _read(read: Callable[[Path], T], path: Path, problems: list[str]) -> T | None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raytune_fsdp.base.errors import RaytuneError
-from raytune_fsdp.base.untrusted import LINE_BYTES, MIB, is_count, lines_of, open_regular, read_json
+from raytune_fsdp.base.untrusted import LINE_BYTES, MIB, is_count, lines_of, open_regular, read_json_object
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, PLAN_FILE
 from raytune_fsdp.record import names
-from raytune_fsdp.record.goodput import read_goodput
+from raytune_fsdp.record.goodput import known_goodput
 from raytune_fsdp.record.jsonl import read_events
 from raytune_fsdp.record.lines import read_line, step_of
 
@@ -71,6 +71,7 @@ def overview(path: Path, *, productive: bool = False) -> Overview:
     own = [event for event in events if event["event"] != names.AUDITED]
     times = [str(event["time"]) for event in own if isinstance(event.get("time"), str)]
     last = newest.get("time") if newest else None
+    time = known_goodput(path) if productive else None
     return Overview(
         path=path,
         steps=steps,
@@ -82,22 +83,14 @@ def overview(path: Path, *, productive: bool = False) -> Overview:
         last=max([*times[-1:], *([last] if isinstance(last, str) else [])], default=None),
         attempt=max((event["attempt"] for event in events), default=0),
         ended=ended_as(events, steps),
-        productive=_productive(path) if productive else None,
+        productive=None if time is None else time.share,
     )
-
-
-def _productive(path: Path) -> float | None:
-    with suppress(RaytuneError, OSError, ValueError):
-        found = read_goodput(path)
-        return found.share if found is not None and found.seconds else None
-    return None
 
 
 def steps_of(path: Path) -> int | None:
     """Return how many steps a run has when it is complete; None if its plan cannot be read."""
     with suppress(OSError, ValueError):
-        plan = read_json(path / PLAN_FILE, limit=_PLAN_BYTES)
-        steps = plan.get("steps") if isinstance(plan, dict) else None
+        steps = read_json_object(path / PLAN_FILE, limit=_PLAN_BYTES).get("steps")
         return steps if is_count(steps) else None
     return None
 

@@ -70,16 +70,12 @@ def make_report(run_dir: Path) -> Path | None:
         with suppress(OSError, ValueError):
             there = read_file(path, limit=_MOST_BYTES).decode()
         # The same command on a complete run makes the page again: a new date alone would send it to MLflow once more.
-        if _undated(text) != _undated(there):
+        if _MADE.sub("", text) != _MADE.sub("", there):
             write_page(path, text, private=True)
         return path
     except Exception as error:  # whatever it is, the model is trained
         logger.warning("there is no report of %s: %s", run_dir, in_one_line(error))
         return None
-
-
-def _undated(text: str) -> str:
-    return _MADE.sub("", text)
 
 
 def page(run_dirs: Sequence[Path], seen: Mapping[Path, str] | None = None) -> str:
@@ -107,17 +103,22 @@ def page(run_dirs: Sequence[Path], seen: Mapping[Path, str] | None = None) -> st
     )
 
 
-def rendered(template: str, script: str, data: Any, **said: Any) -> str:
-    """Return a page from a template, with its style, its script, and the data that the script reads."""
-    style, code = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", script))
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+def rendered(template: str, script: str, data: Any, place: Path = _HERE, **said: Any) -> str:
+    """Return a page from a template, with its style, its script, and the data that the script reads.
+
+    `place`: the directory of all three.
+    """
+    style, code = ((place / name).read_text(encoding="utf-8") for name in ("page.css", script))
+    environment = Environment(loader=FileSystemLoader(place), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return environment.get_template(template).render(
         made=facts.moment(time.time()),
         style=Markup(style),
         style_hash=hash_of(style),
         script=Markup(code),
         script_hash=hash_of(code),
-        data=Markup(embedded(data)),
+        # It cannot end the element it is in: `</script>` in a name stays text.
+        data=Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")),
         **said,
     )
 
@@ -218,15 +219,6 @@ def _parted(a: History, b: History, names: tuple[str, str]) -> dict[str, Any]:
         "causes": [cause.words for cause in found.causes[:_MOST_CAUSES]],
         "unknown": [*found.unknown, *found.related],
     }
-
-
-# Data inside a page from which nothing can break out, and hashes so that no other script or style can get in.
-
-
-def embedded(value: Any) -> str:
-    """Return JSON that cannot end the element it is in: `</script>` in a name stays text."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def hash_of(text: str) -> str:

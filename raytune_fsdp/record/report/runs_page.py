@@ -18,12 +18,13 @@ from typing import Any
 from urllib.parse import quote
 
 from raytune_fsdp.base.untrusted import printable
+from raytune_fsdp.config.recorded import setting
 from raytune_fsdp.plan.run_dir import CONFIG_FILE, METRICS_FILE, report_of
 from raytune_fsdp.record.console import took
 from raytune_fsdp.record.lines import is_number
 from raytune_fsdp.record.report.drawn import log_ticks, small_curve, ticks
 from raytune_fsdp.record.report.facts import shown_value
-from raytune_fsdp.record.report.history import config_of, setting
+from raytune_fsdp.record.report.history import config_of
 from raytune_fsdp.record.report.overview import Overview, some_losses
 from raytune_fsdp.record.report.page import rendered
 

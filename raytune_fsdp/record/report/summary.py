@@ -7,16 +7,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.base.untrusted import MIB, printable, read_json
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config.recorded import shown_uri
 from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, MODEL_FILES
-from raytune_fsdp.record.goodput import read_goodput
+from raytune_fsdp.record.goodput import known_goodput
 from raytune_fsdp.record.jsonl import each_event, read_evaluations
 from raytune_fsdp.record.lines import preferences_of, step_of
 from raytune_fsdp.record.names import (
@@ -47,8 +45,9 @@ def summary(
 ) -> str:
     """Return a few lines about a finished run, from its files."""
     why = "it could not be drawn" if can_draw() else NOT_INSTALLED
+    time = known_goodput(run_dir)
     rows = {
-        "time": _time(run_dir),
+        "time": None if time is None else time.in_words(),
         "run": _short(run_dir),
         "checkpoint": checkpoint if is_url(checkpoint) else _short(Path(checkpoint)),
         "export": _short(export) if export is not None else None,
@@ -59,14 +58,6 @@ def summary(
     }
     places = [f"{name:12}{value}" for name, value in rows.items() if value is not None]
     return "\n".join([*_losses(run_dir), *_before_and_after(_answers(run_dir)), "", *places])
-
-
-def _time(run_dir: Path) -> str | None:
-    """Say where the time of a run went; None if it is not known."""
-    with suppress(RaytuneError, OSError, ValueError):
-        found = read_goodput(run_dir)
-        return found.in_words() if found is not None and found.seconds else None
-    return None
 
 
 def _losses(run_dir: Path) -> Iterator[str]:

@@ -119,7 +119,6 @@ def places(history: History) -> Iterator[tuple[str, str]]:
 
 # Where the time went.
 
-_ROWS = ("start", "load", "productive", "between", "lost", "detect", "stop")
 _SAID = {
     "start": "start", "load": "load", "productive": "steps that stayed", "between": "between steps",
     "lost": "steps in vain", "detect": "noticed after", "stop": "end",
@@ -165,7 +164,7 @@ def _trained(history: History) -> Iterator[StepTime]:
 
 def _by_phase(found: Goodput) -> tuple[list[str], list[list[str]]]:
     """Return the heading and the rows of a table of attempts, without columns in which there is nothing."""
-    there = [phase for phase in _ROWS if found.of(phase)]
+    there = [phase for phase in PHASES if found.of(phase)]
     again, pauses = found.steps_again > 0, found.pauses > 0
     head = ["attempt", *(_SAID[phase] for phase in there), *["trained again"] * again, *["paused before"] * pauses]
     rows = [

@@ -17,7 +17,7 @@ from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.figures import values_of
 from raytune_fsdp.model.objective.scores import LossOfGroups, loss_of
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
+from raytune_fsdp.record.names import evaluation_on
 from raytune_fsdp.run.evaluation.answers import answers
 from raytune_fsdp.run.evaluation.losses import losses
 from raytune_fsdp.run.evaluation.score_figures import names_of
@@ -93,10 +93,8 @@ class Evaluation:
 def metrics_of_run(config: FinetuneConfig, evals: Mapping[str, Windows], tasks: Sequence[Questions]) -> list[str]:
     """Return the metrics of a run's evaluations."""
     found = [name for task in tasks for name in metrics_of(task)]
+    objective = config.train.objective
     for name, windows in evals.items():
-        if windows.kind is not None:
-            objective = config.train.objective
-            found += [evaluation_of_groups(name, kind) for kind in (*values_of(objective), *names_of(objective))]
-        else:
-            found += [evaluation_loss(name), evaluation_accuracy(name)]
+        kinds = ("loss", "accuracy") if windows.kind is None else (*values_of(objective), *names_of(objective))
+        found += [evaluation_on(name, kind) for kind in kinds]
     return found

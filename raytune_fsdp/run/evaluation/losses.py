@@ -23,9 +23,9 @@ from raytune_fsdp.model.objective.groups import Formula, GroupObjective
 from raytune_fsdp.model.objective.judged import KINDS, SCORE_KINDS, GroupDocuments
 from raytune_fsdp.model.objective.kto import KtoLoss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
-from raytune_fsdp.model.objective.scores import LossOfGroups, ScoredDocuments, ScoreObjective
+from raytune_fsdp.model.objective.scores import LossOfGroups, ScoreObjective
 from raytune_fsdp.plan.plan import Layout
-from raytune_fsdp.record.names import evaluation_accuracy, evaluation_loss, evaluation_of_groups
+from raytune_fsdp.record.names import evaluation_on
 from raytune_fsdp.run.evaluation.score_figures import figures_of
 from raytune_fsdp.step.in_order import sum_in_order
 from raytune_fsdp.step.parallel import evaluating
@@ -62,10 +62,10 @@ def losses(
             if isinstance(groups, ScoreObjective):
                 # A few numbers of each document.
                 scored = [(batch.index, groups.own(model, batch)) for batch in batches]
-                values = {**figures_of(groups, scored), **_of_scores(scored, groups, device, exact=exact)}
-                results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
-                continue
-            if groups is not None and windows.kind is not None:
+                each = ((index, groups.judge(documents)[1].sum(1)) for index, documents in scored)
+                values = figures_of(groups, scored)
+                values |= group_values(_summed(each, len(SCORE_KINDS), device, exact=exact).tolist(), groups.config)
+            elif groups is not None and windows.kind is not None:
                 compared = not groups.config.compares or (groups.reference or told) is not None
                 if not compared and rank == 0:
                     logger.warning(
@@ -73,20 +73,12 @@ def losses(
                         "is measured; evaluate the run or one of its checkpoints", name,
                     )  # fmt: skip
                 values = _of_groups(model, batches, groups, device, compared=compared, exact=exact)
-                results |= {evaluation_of_groups(name, kind): value for kind, value in values.items()}
-                continue
-            each = ((batch.index, eval_step(model, batch)) for batch in batches)
-            total, right, targets = _summed(each, 3, device, exact=exact).tolist()
-            results |= {evaluation_loss(name): total / targets, evaluation_accuracy(name): right / targets}
+            else:
+                each = ((batch.index, eval_step(model, batch)) for batch in batches)
+                total, right, targets = _summed(each, 3, device, exact=exact).tolist()
+                values = {"loss": total / targets, "accuracy": right / targets}
+            results |= {evaluation_on(name, kind): value for kind, value in values.items()}
     return results
-
-
-def _of_scores(
-    scored: Sequence[tuple[int, ScoredDocuments]], groups: ScoreObjective, device: torch.device, *, exact: bool
-) -> dict[str, float]:
-    """Return what is measured of scores, by its name in training."""
-    each = ((index, groups.judge(documents)[1].sum(1)) for index, documents in scored)
-    return group_values(_summed(each, len(SCORE_KINDS), device, exact=exact).tolist(), groups.config)
 
 
 def _of_groups(

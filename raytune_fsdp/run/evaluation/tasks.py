@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.answers_alike import TooSlowError, find, same
 from raytune_fsdp.base.batch import PADDING, Cursor, MicroBatch
-from raytune_fsdp.base.collectives import on_rank0
+from raytune_fsdp.base.collectives import on_all_ranks, on_rank0
 from raytune_fsdp.data.batches import filler, to_batch
 from raytune_fsdp.data.questions import NEXT_QUESTION, Choices, Questions, Written
 from raytune_fsdp.data.shared_batches import own_part
@@ -129,9 +129,7 @@ def _write(
 ) -> dict[str, float]:
     """Measure whether the model's answers end with the right one."""
     mine = dict(_answers(model, tokenizer, task, layout, device))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    answers = {number: text for some in everyone for number, text in some.items()}
+    answers = {number: text for some in on_all_ranks(lambda: mine) for number, text in some.items()}
     # One rank judges for all: an expression that takes too long must take that time only once.
     return on_rank0(lambda: _judged(task, answers), what="judge the answers")
 

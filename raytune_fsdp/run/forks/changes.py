@@ -34,15 +34,11 @@ def allowed_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
     """Return what a fork changes of what it may, by dotted keys, with both values; None: not set."""
     chosen = before.get("optim.optimizer")
     optimizer = chosen.get("type") if isinstance(chosen, Mapping) else None
-    over = _over(before)
+    objective = before.get("train.objective")
+    term = objective.get("sft") if isinstance(objective, Mapping) else None
+    over = term.get("over") if isinstance(term, Mapping) else None
     differing = _differing(before, now)
     return {key: (old, new) for key, old, new in differing if may_change(key, old, new, optimizer=optimizer, over=over)}
-
-
-def _over(identity: Mapping[str, Any]) -> str | None:
-    objective = identity.get("train.objective")
-    term = objective.get("sft") if isinstance(objective, Mapping) else None
-    return term.get("over") if isinstance(term, Mapping) else None
 
 
 def with_allowed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,27 @@
-"""The run that a fork comes from: its checkpoint, and what is on record of it."""
+"""The run that a fork comes from: its checkpoint, what is on record of it, and what the fork writes down of it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import ResumeError, TransientError
+from raytune_fsdp.base.untrusted import printable, read_file
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, checkpoint_at, committed, digest_of, verify
 from raytune_fsdp.checkpoint.state import RunState, read_state
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir, checkpoints_of, forked_run
-from raytune_fsdp.record.lineage import ForkedFrom, read_lineage
+from raytune_fsdp.record.lineage import ForkedFrom, Lineage, read_lineage
 from raytune_fsdp.run.forks.changes import FORK, allowed_changes
 from raytune_fsdp.run.places import check_places
 
-_MOST_NAMED = 12
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED, _ID_BYTES = 12, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +120,27 @@ def changes_of(config: FinetuneConfig, before: RunState, now: Mapping[str, Any])
     if schedule not in (None, before.schedule_steps):
         found["optim.schedule_steps"] = (before.schedule_steps, schedule)
     return found
+
+
+def lineage_of(config: FinetuneConfig, parent: Parent, before: RunState, identity: Mapping[str, Any]) -> Lineage:
+    """Return the lineage of a fork. `before`: its parent's state. `identity`: its own."""
+    if FORK in before.identity and not parent.chain:
+        logger.warning("%s is gone: this run's lineage begins with that run, which is a fork", parent.place.lineage)
+    changed = changes_of(config, before, identity)
+    link = ForkedFrom(
+        run=printable(parent.place.path.name),
+        path=printable(str(parent.place.path)),
+        mlflow_run_id=_mlflow_run(parent.place),
+        step=parent.checkpoint.step,
+        digest=parent.digest,
+        changed={key: list(changed[key]) for key in sorted(changed)},
+    )
+    return Lineage(forks=[*parent.chain, link])
+
+
+def _mlflow_run(place: RunDir) -> str | None:
+    """Return the id of a run in MLflow; None if it has none."""
+    with suppress(OSError, ValueError):
+        found = read_file(place.mlflow_id, limit=_ID_BYTES).decode().strip()
+        return found if found.isalnum() else None  # otherwise that of a run that was only asked for
+    return None

@@ -21,7 +21,7 @@ import xxhash
 
 from raytune_fsdp.base.durable import replace_durably
 from raytune_fsdp.base.errors import ResumeError
-from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json, reason, shown
+from raytune_fsdp.base.untrusted import UnsoundError, check_format, read_json_object, reason, shown
 from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.storage import MANIFEST_FILE, parse_directory_name
 from raytune_fsdp.plan.run_dir import PINS, RunDir
@@ -115,9 +115,7 @@ def is_pinned(place: RunDir, checkpoint: str) -> bool:
 
 def read_pin(file: Path) -> Pin:
     """Return what a pin says. ValueError if it is not one."""
-    values = read_json(file, limit=_BYTES)
-    if not isinstance(values, dict):
-        raise UnsoundError("is not a JSON object")
+    values = read_json_object(file, limit=_BYTES)
     check_format(values.get("format"))
     child, checkpoint = values.get("child"), values.get("checkpoint")
     if not isinstance(child, str) or not isinstance(checkpoint, str) or parse_directory_name(checkpoint) is None:

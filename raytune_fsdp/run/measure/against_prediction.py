@@ -7,12 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-import torch
-from torch import nn
-
 from raytune_fsdp.base.measured import NotPredicted, Predicted, StepMetrics
-from raytune_fsdp.model.pieces.pieces import local_piece
-from raytune_fsdp.step.optim.update import Optimizer
 
 _FIRST_STEPS = 1
 """The first steps do not count: they compile, and fill caches."""
@@ -70,10 +65,3 @@ class Forecast:
 def _error(predicted: float, measured: float) -> float | None:
     """Return the relative error of a prediction (predicted / measured - 1)."""
     return predicted / measured - 1 if measured else None
-
-
-def bytes_kept(model: nn.Module, optimizer: Optimizer, device: torch.device) -> int:
-    """Return the bytes of this device that weights, buffers and optimizer state take; shared memory counts once."""
-    tensors = [*model.parameters(), *model.buffers(), *optimizer.state_tensors().values()]
-    storages = (local_piece(each).untyped_storage() for each in tensors if each.device.type == device.type)
-    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())

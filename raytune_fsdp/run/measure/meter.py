@@ -58,11 +58,11 @@ class Meter:
         datasets: Sequence[str],
         max_skipped: int,
         checkpoints: str,
+        forecast: Forecast,
         skipped_in_row: int = 0,
         objective: ObjectiveChoice | None = None,
         experts: tuple[int, int] = (0, 0),
         own: OwnTime | None = None,
-        forecast: Forecast | None = None,
     ) -> None:
         self._plan = plan
         self._architecture = architecture
@@ -86,7 +86,7 @@ class Meter:
         self._pending: list[_Pending] = []
         self._own = own
         """None: this rank is alone."""
-        self._forecast = forecast
+        self.forecast = forecast
         self._figures = NodeFigures(device, plan.layout.world)
         self._slow_ranks = SlowRanks(plan.layout.world, device)
         self._slow: list[dict[str, Any]] = []
@@ -131,11 +131,7 @@ class Meter:
                 self._diverged = self._diverged or self._too_many(row)
         self._pending = self._pending[len(ready) :]
         self._since = now
-        return rows if self._forecast is None else self._forecast.compared(rows)
-
-    def forecast(self) -> list[dict[str, Any]]:
-        """Return how a prediction compares with its measurement, if that was found since the last call."""
-        return [] if self._forecast is None else self._forecast.news()
+        return self.forecast.compared(rows)
 
     def check(self) -> None:
         """Stop the run if `optim.max_skipped` updates in a row were skipped in the steps that were fetched."""

@@ -1,4 +1,4 @@
-"""A GPU ran out of memory: what took it, and the cheapest change that helps."""
+"""What takes the memory of a device; where a GPU ran out of it, the cheapest change that helps."""
 
 from __future__ import annotations
 
@@ -69,6 +69,13 @@ def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak
         for name, tensors in held.items()
     }
     return {**used, "activations and gathered weights": max(0, peak - sum(used.values()))}
+
+
+def bytes_kept(model: nn.Module, optimizer: Optimizer, device: torch.device) -> int:
+    """Return the bytes of this device that weights, buffers and optimizer state take; shared memory counts once."""
+    tensors = [*model.parameters(), *model.buffers(), *optimizer.state_tensors().values()]
+    storages = (local_piece(each).untyped_storage() for each in tensors if each.device.type == device.type)
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def cheapest_change(config: FinetuneConfig, parallel: ParallelConfig, used: dict[str, int]) -> str:

@@ -5,6 +5,5 @@ network.py  what decides its values, and a network of its own that has them
 unchanged.py  whether it is the same model as before, and has said the same
 passes.py   a pass over the data, by all ranks, window by window; one that was killed goes on where it was
 during.py   a reference that is asked in every step instead
-loss.py     the loss that compares
-attempt.py  what an attempt has of it, and computes before it trains
+attempt.py  what an attempt has of it, and computes before it trains; the loss that compares
 """

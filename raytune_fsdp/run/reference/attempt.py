@@ -1,4 +1,4 @@
-"""What an attempt has of the reference when it begins, and what it computes before it trains."""
+"""What an attempt has of the reference when it begins and computes before it trains, and the loss that compares."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.data.reference import Given, Known, ReferenceFiles
 from raytune_fsdp.data.windows import Windows
 from raytune_fsdp.model.objective.groups import GroupObjective
+from raytune_fsdp.model.objective.scores import LossOfGroups, ScoreObjective
 from raytune_fsdp.plan.identity import REFERENCE_ALSO, REFERENCE_OF, REFERENCE_VALUES
+from raytune_fsdp.run.build import Build
 from raytune_fsdp.run.fetching import Say
-from raytune_fsdp.run.reference.during import is_within
+from raytune_fsdp.run.reference.during import asked_in_steps, is_within
 from raytune_fsdp.run.reference.network import build_reference, let_go
-from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_evaluation, places_of_run
+from raytune_fsdp.run.reference.passes import Task, compute, look, places_of_run
 from raytune_fsdp.run.reference.unchanged import KeptBy, check_unchanged, digest_now, digest_of_how, how_computed
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.starting_weights import ReferenceModel
@@ -58,16 +60,13 @@ class Reference:
                 )  # fmt: skip
         self.seconds += time.perf_counter() - started
         if self.is_complete:
-            self.record = self._record()
+            found = self.kept.record(REFERENCE_OF, REFERENCE_ALSO, used=any(task.uses_now for task in self.tasks))
+            digests = {name: digest for task in self.tasks for name, digest in task.digests.items()}
+            self.record = {**found, **({REFERENCE_VALUES: self.tasks[0].checked(digests)} if self.tasks else {})}
 
     def given(self) -> Given | None:
         """Return its values; None: every step asks for its own."""
         return Given(Known.of((task.known.names, task.known.values) for task in self.tasks)) if self.tasks else None
-
-    def _record(self) -> dict[str, Any]:
-        found = self.kept.record(REFERENCE_OF, REFERENCE_ALSO, used=any(task.uses_now for task in self.tasks))
-        digests = {name: digest for task in self.tasks for name, digest in task.digests.items()}
-        return {**found, **({REFERENCE_VALUES: self.tasks[0].checked(digests)} if self.tasks else {})}
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the event that describes it."""
@@ -119,7 +118,7 @@ def _data(
     yield "the training data", train, places
     for name, windows in ({} if prepared.dry else prepared.evals).items():
         if windows.kind is not None:
-            yield name, windows, places_of_evaluation(windows)
+            yield name, windows, [(0, k) for k in range(windows.count(0))]
 
 
 def _kept(
@@ -152,3 +151,25 @@ def _check_unchanged(
         where += f" or method.adapter={adapter}" if (adapter := getattr(model.config.method, "adapter", None)) else ""
     now = digest_now(model, prepared.identity, how_computed(config, device), say)
     check_unchanged(before, now, f"{where} is not the model that this run compares with")
+
+
+def loss_of_groups(
+    config: FinetuneConfig,
+    prepared: RunInputs,
+    standing: ResumePoint,
+    built: Build,
+    reference: Reference | None,
+    say: Say,
+) -> LossOfGroups | None:
+    """Return the loss of the run's groups of documents; None: they stand alone.
+
+    What a kept reference lacks is computed with this network, which has its values if the run begins now. Collective.
+    """
+    if config.train.objective.rows is None:
+        return None
+    if config.train.objective.scores:
+        return ScoreObjective.of(config.train.objective, built.groups.sequence)
+    groups = GroupObjective.of(config.train.objective, built.groups.sequence, judged=prepared.judged)
+    if reference is not None:
+        reference.complete(built.model, groups)
+    return asked_in_steps(groups, config, prepared, standing, built.site.device, say)

@@ -96,10 +96,6 @@ def places_of_run(windows: Windows, plan: Plan, seed: int) -> list[Place]:
     return found
 
 
-def places_of_evaluation(windows: Windows) -> list[Place]:
-    return [(0, k) for k in range(windows.count(0))]
-
-
 def look(task: Task) -> None:
     """Find out which windows have a file, and read these, on every rank alike. Collective.
 

@@ -101,9 +101,8 @@ def check_unchanged(before: str, now: ModelDigest, problem: str) -> None:
         )
 
 
-def same_values(recorded: Any, now: Mapping[str, str], where: Path, what: str) -> dict[str, str]:
+def same_values(before: Mapping[str, str], now: Mapping[str, str], where: Path, what: str) -> dict[str, str]:
     """Return the digests of all values that a run has ever used, by name. Refuse others than checkpoints name."""
-    before: dict[str, str] = recorded if isinstance(recorded, dict) else {}
     for name, digest in now.items():
         if before.get(name, digest) != digest:
             raise ResumeError(

@@ -67,7 +67,8 @@ def open_teacher(
     if prepared.teacher is None:
         return None
     started, plan, teacher = time.perf_counter(), standing.plan, prepared.teacher
-    kept, recorded = _kept(config, prepared, standing, teacher, device, say), _recorded(standing)
+    kept, found = _kept(config, prepared, standing, teacher, device, say), standing.state.identity.get(TEACHER_VALUES)
+    recorded: Mapping[str, str] = found if isinstance(found, dict) else {}
     # By rank 0 alone: it reads every window, to count its samples.
     places = on_rank0(lambda: places_of_run(prepared.train, plan, config.run.seed), what="read the prepared data")
     by = {place: _by(kept, recorded, prepared.train.fingerprint, place) for place in places}
@@ -93,11 +94,6 @@ def open_teacher(
         lessons=tasks[0].lessons if len(tasks) == 1 else joined(tasks, places, plan.division.micro_batch),
         record={**kept.record(TEACHER_OF, TEACHER_ALSO, used=bool(left)), TEACHER_VALUES: known},
     )  # fmt: skip
-
-
-def _recorded(standing: ResumePoint) -> Mapping[str, str]:
-    found = standing.state.identity.get(TEACHER_VALUES)
-    return found if isinstance(found, dict) else {}
 
 
 def _by(kept: KeptBy, recorded: Mapping[str, str], fingerprint: str, place: Place) -> tuple[str, str]:

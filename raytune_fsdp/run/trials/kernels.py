@@ -24,12 +24,11 @@ from raytune_fsdp.model.objective.chunked_head import WIDE, LossHead, install_ch
 from raytune_fsdp.model.objective.routers import GROUPED, ONE_BY_ONE, why_routers_forbid
 from raytune_fsdp.model.objective.score_head import choose_loss
 from raytune_fsdp.model.split.sequence import check_attention_in_parts
-from raytune_fsdp.run.beginning import gradients_of
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.run.trials.experts import choose_experts, why_experts_fail
 from raytune_fsdp.run.trials.mixers import KNOWN, check_bits, choose_mixers, why_borders_fail
 from raytune_fsdp.run.trials.update import choose_update, why_update_differs
-from raytune_fsdp.step.accumulation import FP32
+from raytune_fsdp.step.accumulation import AS_WEIGHTS, FP32
 from raytune_fsdp.step.optim.build import is_fused
 from raytune_fsdp.step.optim.groups import STATES_APART, rates_of_states
 from raytune_fsdp.step.precision import COMPUTE_DTYPE, compute_dtype
@@ -93,7 +92,7 @@ def kernels_of(
         "attention": model.config._attn_implementation,
         "loss": "plain",
         "blocks": EAGER,
-        "gradients": gradients_of(standing.state),
+        "gradients": AS_WEIGHTS,
         "update": EAGER,
         "experts": GROUPED,
         **standing.state.kernels,

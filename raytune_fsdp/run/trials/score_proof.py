@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from raytune_fsdp.base.errors import ModelError, in_one_line
-from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.config.sections.method import FullMethod
+from raytune_fsdp.config import FinetuneConfig, FullMethod
 from raytune_fsdp.model.adapters.attach import is_adapted
 from raytune_fsdp.model.directory.bounds import bounded_building
 from raytune_fsdp.model.directory.named_class import NamedClass, scoring_class_of
@@ -36,7 +35,7 @@ wrong is off by the whole score."""
 _PAD, _LENGTHS = 0, (16, 11)
 
 
-def check_scores(config: FinetuneConfig, network: PreTrainedModel) -> None:
+def check_scores(config: FinetuneConfig, network: PreTrainedModel, *_: object) -> None:
     """Refuse a network whose class in transformers scores otherwise than its head, if it has one that scores."""
     if head_of(network) is None:
         return
