@@ -158,10 +158,8 @@ class Formatter:
         }  # fmt: skip
         format = format.then if isinstance(format, PythonFormat) else format
         self.format = format
-        self._columnar = columnar
+        self._columnar, self._order, self._vocab_size = columnar, order, vocab_size
         self._columns, self._over_all, self._scoring = columns, over_all, scoring
-        self._order = order
-        self._vocab_size = vocab_size
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._in_text = SpecialTokens(self._special, special_tokens)
         self.templates: tuple[ChatTemplate, ...] = ()
