@@ -52,7 +52,11 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     harness = eval_harness.FLAG in flags
     run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
-        run = _run_of(Path(model).resolve())
+        # The run's own directory, its export's or that of a checkpoint. Many programs have a config.yaml; only a run
+        # also has an events file next to it.
+        place = Path(model).resolve()
+        near = (place, *list(place.parents)[:2])
+        run = next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
         if run is not None:
             check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
@@ -90,13 +94,6 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     for fields in answered:
         print(printable(event_in_words(ANSWERED, fields), keep="\n\t"))
     return 0
-
-
-def _run_of(place: Path) -> Path | None:
-    """Return the run that a directory belongs to: it is the run's own, its export's or one of its checkpoints'."""
-    # Many programs have a config.yaml; only a run also has an events file next to it.
-    near = (place, *list(place.parents)[:2])
-    return next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
 
 
 def _print(values: Mapping[str, float], *, as_json: bool) -> None:
