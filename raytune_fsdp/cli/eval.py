@@ -87,7 +87,7 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
         )
     # Programs get numbers only.
     prompts = [] if found.json else config.eval.prompts
-    config = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": prompts})})
+    config = config.with_sections(eval={"prompts": prompts})
     own = None if found.config is not None or parser.default_config is None else Path(parser.default_config)
     measured, answered = _measure(found, config, own)
     _print(with_perplexity(measured), as_json=found.json)
