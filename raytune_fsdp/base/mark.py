@@ -104,12 +104,10 @@ def _new_key() -> bytes | None:
 def _made(file: Path) -> bytes:
     """Return a new key, or the one that another process has made meanwhile."""
     own = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
-    handle = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        os.write(handle, secrets.token_hex(_KEY_BYTES).encode())
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(own, flags, 0o600), "wb", buffering=0) as made:
+        made.write(secrets.token_hex(_KEY_BYTES).encode())
+        os.fsync(made.fileno())
     try:
         with suppress(FileExistsError):
             os.link(own, file)

@@ -259,11 +259,9 @@ def _model_at(path: Path, trust: bool) -> PreTrainedModel:
                 check_shapes(network, matched_weights(files, match_keys(network, files), network))
             raise
         check_report(report, model, path)
-        found: PreTrainedModel = model
-        return found
+        return model
 
-    model: PreTrainedModel = _loaded(load, path, "is not a complete Hugging Face model directory")
-    return model
+    return _loaded(load, path, "is not a complete Hugging Face model directory")
 
 
 def _scoring_at(path: Path) -> PreTrainedModel:
@@ -351,12 +349,11 @@ def _compare(network: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], fi
 
 
 def _tokenizer(directory: Path, trust: bool) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = _loaded(
+    return _loaded(
         lambda: tokenizer_in(directory, trust_remote_code=trust),
         directory,
         "has no tokenizer that transformers can load",
     )
-    return tokenizer
 
 
 def _loaded(load: Callable[[], Any], place: Path, otherwise: str) -> Any:
@@ -395,5 +392,4 @@ def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     devices = infer_auto_device_map(
         model, max_memory={**room, "cpu": 2 * needed}, no_split_module_classes=sorted(model._no_split_modules or [])
     )
-    spread: PreTrainedModel = dispatch_model(model, device_map=devices, skip_keys=model._skip_keys_device_placement)
-    return spread
+    return dispatch_model(model, device_map=devices, skip_keys=model._skip_keys_device_placement)

@@ -98,6 +98,3 @@ def _piped() -> str:
 
 
 main = main_of("chat", parser_of, _chat)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -69,6 +69,3 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("convert", parser_of, _run)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

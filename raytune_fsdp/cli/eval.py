@@ -52,7 +52,11 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
     harness = eval_harness.FLAG in flags
     run = None
     if (model := parser.first_word(arguments, "MODEL")) is not None:
-        run = _run_of(Path(model).resolve())
+        # The run's own directory, its export's or that of a checkpoint. Many programs have a config.yaml; only a run
+        # also has an events file next to it.
+        place = Path(model).resolve()
+        near = (place, *list(place.parents)[:2])
+        run = next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
         if run is not None:
             check_links(run)
         parser.default_config = None if run is None else run / CONFIG_FILE
@@ -83,20 +87,13 @@ def _eval(parser: ConfigParser, arguments: list[str]) -> int:
         )
     # Programs get numbers only.
     prompts = [] if found.json else config.eval.prompts
-    config = config.model_copy(update={"eval": config.eval.model_copy(update={"prompts": prompts})})
+    config = config.with_sections(eval={"prompts": prompts})
     own = None if found.config is not None or parser.default_config is None else Path(parser.default_config)
     measured, answered = _measure(found, config, own)
     _print(with_perplexity(measured), as_json=found.json)
     for fields in answered:
         print(printable(event_in_words(ANSWERED, fields), keep="\n\t"))
     return 0
-
-
-def _run_of(place: Path) -> Path | None:
-    """Return the run that a directory belongs to: it is the run's own, its export's or one of its checkpoints'."""
-    # Many programs have a config.yaml; only a run also has an events file next to it.
-    near = (place, *list(place.parents)[:2])
-    return next((each for each in near if (each / CONFIG_FILE).is_file() and (each / EVENTS_FILE).is_file()), None)
 
 
 def _print(values: Mapping[str, float], *, as_json: bool) -> None:
@@ -180,6 +177,3 @@ def _measure(
 
 
 main = main_of("eval", parser_of, _eval)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

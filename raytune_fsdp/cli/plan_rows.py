@@ -23,14 +23,13 @@ from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any
 
 from raytune_fsdp.base.errors import ConfigError, RaytuneError
-from raytune_fsdp.plan.counts import Census, GroupsOfSteps
+from raytune_fsdp.plan.counts import Census, GroupsOfSteps, WindowCounts
 
 if TYPE_CHECKING:
     from raytune_fsdp.base.batch import Progress
     from raytune_fsdp.config import FinetuneConfig
     from raytune_fsdp.data.census import Places
     from raytune_fsdp.data.windows import Windows
-    from raytune_fsdp.plan.counts import WindowCounts
     from raytune_fsdp.plan.plan import Plan
 
 SECONDS = 10.0
@@ -109,7 +108,9 @@ def count_rows(
             try:
                 found = answers.recv()
             except EOFError:
-                found = RaytuneError(_last_line(said))
+                said.seek(0)
+                last = said.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+                found = RaytuneError(f"the process that counts has ended: {last[:300] or 'it said nothing'}")
             if isinstance(found, RaytuneError):
                 raise ConfigError(
                     f"the length of train.epochs depends on the data, which could not be counted here "
@@ -181,12 +182,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _last_line(file: IO[bytes]) -> str:
-    file.seek(0)
-    last = file.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-    return f"the process that counts has ended: {last[:300] or 'it said nothing'}"
 
 
 def work(pipe: int) -> None:

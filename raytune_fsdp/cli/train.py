@@ -149,7 +149,7 @@ def _dry_run(config: FinetuneConfig, *, as_json: bool, force: bool, trust_places
     from raytune_fsdp.tools.dry_run.two_steps import dry_run
 
     if as_json:  # nothing else may appear on stdout, not even what ranks print
-        config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"console": False})})
+        config = config.with_sections(tracking={"console": False})
     with (
         show_progress(quiet=as_json or not is_rank0()) as progress,
         redirect_stdout(sys.stderr) if as_json else nullcontext(),

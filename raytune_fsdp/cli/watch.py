@@ -140,6 +140,3 @@ class _Watched:
 
 
 main = main_of("watch", parser_of, _watch)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

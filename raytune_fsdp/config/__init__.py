@@ -18,7 +18,8 @@ This room imports no torch, ray, mlflow or transformers, which take seconds: a m
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -99,6 +100,11 @@ class FinetuneConfig(Section):
 
     export: ExportConfig = Field(default_factory=ExportConfig)
     """What the run leaves for others to load."""
+
+    def with_sections(self, **sections: Mapping[str, Any]) -> Self:
+        """Return a copy with other values in these sections. Nothing is validated."""
+        changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=changed)
 
     @model_validator(mode="after")
     def _precision(self) -> Self:

@@ -216,6 +216,14 @@ def spelled(tree: Any) -> Any:
     return tree
 
 
+def put_at(tree: dict[str, Any], path: str, value: Any) -> None:
+    """Put a value into a tree of sections by its dotted path."""
+    *sections, last = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = value
+
+
 def dump(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
 

@@ -19,7 +19,7 @@ from raytune_fsdp.base.untrusted import read_file as read_bytes
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.load import ROOT, load_config, nearest_file
 from raytune_fsdp.config.problems import explain, shown
-from raytune_fsdp.config.text import Plain, dump, parse, problem_line, spelled
+from raytune_fsdp.config.text import Plain, dump, parse, problem_line, put_at, spelled
 from raytune_fsdp.convert.accelerate import ACCELERATE
 from raytune_fsdp.convert.axolotl import AXOLOTL
 from raytune_fsdp.convert.deepspeed import DEEPSPEED
@@ -294,11 +294,7 @@ def _nested(fields: dict[str, Any]) -> dict[str, Any]:
     """Turn dotted fields into a tree, in the order of our documentation."""
     tree: dict[str, Any] = {}
     for field, value in fields.items():
-        *sections, last = field.split(".")
-        inner = tree
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = value
+        put_at(tree, field, value)
     ordered = {section: tree[section] for section in FinetuneConfig.model_fields if section in tree}
     for section, values in ordered.items():
         place = ROOT.child(section)

@@ -6,11 +6,13 @@ That is an objective, samples of two documents, no dropout; a head that scores.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from raytune_fsdp.config.sections.objectives import ObjectiveChoice
+from raytune_fsdp.config.text import put_at
 from raytune_fsdp.convert.rules import Said, Translation, flag, in_words, number, words
 
 PAIRS = "preference"
@@ -54,17 +56,10 @@ def carry_objective(
     made: dict[str, Any] = {"type": kind, **fixed}
     usual = _OBJECTIVE.validate_python({"type": kind})
     for field, (key, theirs) in numbers.items():
-        ours: Any = usual
-        *parents, last = field.split(".")
-        for name in (*parents, last):
-            ours = getattr(ours, name)
         value = c.get(key, number, theirs)
-        if value is None or (key not in c.given and value == ours):
+        if value is None or (key not in c.given and value == attrgetter(field)(usual)):
             continue
-        place = made
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = value
+        put_at(made, field, value)
         named = f"train.objective.{field}"
         if key in c.given:
             c.sources[tuple(named.split("."))] = f"{key} in {c.file}"

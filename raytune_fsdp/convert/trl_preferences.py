@@ -187,10 +187,6 @@ ROW_OPTIONS = (
 )
 
 
-def _sync(names: str) -> TheirOption:
-    return part(names, "sync_ref_model", lambda c: c.on("sync_ref_model"))
-
-
 _REFERENCE = "the reference is what the run starts from, or reference.model"
 _COMPARED = (
     same(
@@ -199,7 +195,7 @@ _COMPARED = (
     ),
     leave("precompute_ref_batch_size", "it changes no log-probability"),
     refuse("sync_ref_model", "the reference stays as it is"),
-    _sync("ref_model_mixup_alpha ref_model_sync_steps"),
+    part("ref_model_mixup_alpha ref_model_sync_steps", "sync_ref_model", lambda c: c.on("sync_ref_model")),
     refuse("ref_model_init_kwargs model_adapter_name ref_adapter_name", _REFERENCE, off=()),
     leave("force_use_ref_model base_model_attribute_name", _REFERENCE),
     leave("use_liger_loss", "other kernels for the same function"),

@@ -241,11 +241,8 @@ class TeacherFiles:
         """Return a part after verifying all of it; None if it is missing, damaged, renamed or another teacher's."""
         try:
             path = self.path(part)
-            handle = open_regular(path)
-            try:
-                found = self._opened(handle, part, path)
-            finally:
-                os.close(handle)
+            with os.fdopen(open_regular(path), "rb") as file:
+                found = self._opened(file.fileno(), part, path)
         except (OSError, ValueError):
             return None
         with suppress(OSError):

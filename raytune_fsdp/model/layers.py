@@ -94,7 +94,8 @@ def set_training_forward(
     everything, from their inputs. `every_n`: everything, in one layer out of `every`. `selective`: everything but the
     results of attention and of large products, those of experts included.
     """
-    again, once = _recomputing(recompute, model), _plain
+    biased = recompute == "selective" and any(_has_biased_experts(module) for module in model.modules())
+    again, once = _experts_and_in_part_again if biased else _RECOMPUTE[recompute], _plain
     if compiler is not None:  # around what is computed again, so that the graph can fuse it
         again, once = compiler.compiled(again), compiler.compiled(once)
         compiler.watch(model)
@@ -149,11 +150,6 @@ def _experts_and_in_part_again(layer: nn.Module, *args: Any, **kwargs: Any) -> A
 
 
 _RECOMPUTE: dict[str, Forward] = {"none": _plain, "full": _again, "every_n": _again, "selective": _in_part_again}
-
-
-def _recomputing(how: str, model: nn.Module) -> Forward:
-    biased = how == "selective" and any(_has_biased_experts(module) for module in model.modules())
-    return _experts_and_in_part_again if biased else _RECOMPUTE[how]
 
 
 def _has_biased_experts(module: nn.Module) -> bool:

@@ -116,11 +116,8 @@ def _error_of_scores(model: PreTrainedModel, head: ScoreHead, device: torch.devi
     """Return the relative error of the scores of targets against those of all tokens, before the network does anything
     else to them."""
     batch, every = documents(model, device), list[torch.Tensor]()
-    seen = head.register_forward_hook(lambda _, __, output: every.append(output))
-    try:
+    with head.register_forward_hook(lambda _, __, output: every.append(output)):
         logits_of(model, batch.input_ids, batch.position_ids, batch.borders)
-    finally:
-        seen.remove()
     found = micro_batch_loss(model, batch).scores
     assert found is not None
     right = every[0].flatten(0, 1)[batch.targets.places].double()

@@ -102,9 +102,7 @@ def planned(
 
 def as_long(config: FinetuneConfig, plan: Plan) -> FinetuneConfig:
     """Return the config with its length in steps, also where that was given in epochs."""
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})}
-    )
+    return config.with_sections(train={"max_steps": plan.steps, "epochs": None})
 
 
 def cost(found: Prediction, price: float | None) -> float | None:

@@ -54,7 +54,7 @@ def search(
     They are compared by price where all have one, else by GPU-hours. How activations are kept is chosen for each;
     everything that decides what is learned stays.
     """
-    train = config.train.model_copy(update={"max_steps": plan.steps, "epochs": None})
+    config = config.with_sections(train={"max_steps": plan.steps, "epochs": None})
     best: list[Suitable] = []
     wants_bf16 = config.parallel.precision.startswith("bf16")
     wants_fp8 = config.parallel.precision == "fp8"
@@ -64,8 +64,7 @@ def search(
     for world in sizes(per_node, min(batches, _MOST_NODES * per_node)):
         fitting: dict[str, list[Suitable]] = {}
         for recompute in _RECOMPUTE:
-            parallel = config.parallel.model_copy(update={"activation_checkpointing": recompute})
-            changed = config.model_copy(update={"train": train, "parallel": parallel})
+            changed = config.with_sections(parallel={"activation_checkpointing": recompute})
             try:
                 here = resolve(changed, world)
             except ConfigError:  # hybrid_shard wants multiples

@@ -65,7 +65,7 @@ def with_torch_alone(config: FinetuneConfig) -> FinetuneConfig:
     """
     if not config.model.attention.startswith(("flash_attention", "flex_attention")):
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
+    return config.with_sections(model={"attention": "auto"})
 
 
 def _read(config: FinetuneConfig, architecture: Path | None) -> tuple[PretrainedConfig, str]:

@@ -65,8 +65,7 @@ def _as_trained(config: FinetuneConfig) -> FinetuneConfig:
     """Return the config of a run that trains the teacher on the same batches."""
     assert config.teacher is not None
     model = config.model.elsewhere(config.teacher.model)
-    train = config.train.model_copy(update={"objective": SftObjective()})
-    parallel = config.parallel.model_copy(update={"activation_checkpointing": "none", "activation_offload": False})
-    return config.model_copy(
-        update={"model": model, "train": train, "parallel": parallel, "method": FullMethod(), "teacher": None}
-    )
+    return config.with_sections(
+        train={"objective": SftObjective()},
+        parallel={"activation_checkpointing": "none", "activation_offload": False},
+    ).model_copy(update={"model": model, "method": FullMethod(), "teacher": None})

@@ -27,8 +27,7 @@ from raytune_fsdp.config import ExportConfig
 from raytune_fsdp.model.directory.files import WeightFiles
 from raytune_fsdp.model.directory.named_class import NamedClass
 from raytune_fsdp.model.export.adapter import check_found_by_others, export_adapter, stored_adapter
-from raytune_fsdp.model.export.mean import MeanTensors
-from raytune_fsdp.model.export.write import export, stored_model
+from raytune_fsdp.model.export.write import MeanTensors, export, stored_model
 from raytune_fsdp.model.weights.digests import digests_of
 from raytune_fsdp.plan.run_dir import EVENTS_FILE, checkpoints_below, checkpoints_of, is_place_of_exports
 from raytune_fsdp.record import names

@@ -172,12 +172,9 @@ class SweepLog:
         self.entries, self._size = entries, len(content)
 
     def _cut(self) -> None:
-        handle = open_regular(self.path, write=True)
-        try:
-            os.ftruncate(handle, self._size)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with os.fdopen(open_regular(self.path, write=True), "r+b") as file:
+            file.truncate(self._size)
+            os.fsync(file.fileno())
 
 
 @contextmanager

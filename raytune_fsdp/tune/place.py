@@ -59,6 +59,4 @@ class SweepDir:
 def as_run(spec: SweepSpec, config: FinetuneConfig) -> FinetuneConfig:
     """Return the config of a run that would be where the sweep is: what locks a run locks the sweep. `config`: of any
     trial."""
-    run = config.run.model_copy(update={"name": spec.name, "storage": spec.storage})
-    checkpoint = config.checkpoint.model_copy(update={"storage": None})
-    return config.model_copy(update={"run": run, "checkpoint": checkpoint})
+    return config.with_sections(run={"name": spec.name, "storage": spec.storage}, checkpoint={"storage": None})

@@ -281,10 +281,12 @@ class _Messages:
         return self._sides(column, asked.given, [at for _, at in found])
 
     def _read(self, column: str, given: Any, role: str) -> _Read:
-        """Return the messages of a column; a text is one message of this role."""
+        """Return the messages of a column; a text is one message of this role, as the file would have it."""
         place = f"{self._where}: {column}"
         if isinstance(given, str):
-            given = [self._message(role, check_text(given, place))]
+            named = next((name for name, meaning in self._format.roles.items() if meaning == role), role)
+            text = check_text(given, place)
+            given = [{self._format.role or "role": named, self._format.content or "content": text}]
         elif isinstance(given, dict):
             given = [given]
         elif not isinstance(given, list):
@@ -294,11 +296,6 @@ class _Messages:
             )
         found = read_conversation({column: given}, format_of(column, self._format), self._where, **self._options)
         return _Read(column, given, found.messages, found.train)
-
-    def _message(self, role: str, content: str) -> dict[str, str]:
-        """Return a message as the file would have it."""
-        named = next((name for name, meaning in self._format.roles.items() if meaning == role), role)
-        return {self._format.role or "role": named, self._format.content or "content": content}
 
     def _shared(self) -> int:
         """Return how many messages whole conversations have in common: all before the answer."""

@@ -112,11 +112,8 @@ class Sandbox:
             return None
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):  # what was not written yet
-                    pipe.close()
+        with suppress(OSError), process:  # what was not written yet is not read any more
+            process.kill()
         return process.wait()
 
 

@@ -257,16 +257,12 @@ class ChunkHashes:
     def hold(self, file: File, every: int) -> bool:
         """Return whether the file still has this content, judged by each `every`-th chunk and the last."""
         last = (file.size - 1) // CHUNK_BYTES
-        with reading(file.shown):
-            fd = os.open(file.url, os.O_RDONLY)
-            try:
-                many = _AT_ONCE if every == 1 else 1
-                return all(
-                    self.same(number, memoryview(os.pread(fd, many * CHUNK_BYTES, number * CHUNK_BYTES)))
-                    for number in (*range(0, last, every * many), last)
-                )
-            finally:
-                os.close(fd)
+        with reading(file.shown), open(file.url, "rb") as source:
+            many = _AT_ONCE if every == 1 else 1
+            return all(
+                self.same(number, memoryview(os.pread(source.fileno(), many * CHUNK_BYTES, number * CHUNK_BYTES)))
+                for number in (*range(0, last, every * many), last)
+            )
 
     def forget(self) -> None:
         """Make the next command that opens the file prepare it again: what was prepared has other content."""

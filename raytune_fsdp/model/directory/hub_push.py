@@ -25,51 +25,11 @@ _XET_REFUSED = re.compile(r"HTTP status client error \((\d+) ")
 T = TypeVar("T")
 
 
-def check_push(name: str) -> None:
-    """Refuse before training what could not be pushed afterwards: a bad name, no token. Does not ask the hub."""
-    _token(name)
+def check_push(name: str) -> str:
+    """Return the token to push `name` with. Refuse what could not be pushed: a bad name, no token.
 
-
-def push(directory: Path, name: str, *, private: bool, message: str) -> str:
-    """Push the export in `directory` to the model `name` on the hub and return the URL of the commit; network.
-
-    The mark of the export is not pushed, nor is anything else that lies in the directory.
-
-    A repository that does not exist is created: private if asked, else with the default of its owner's account. An
-    existing repository keeps its visibility and its files, except weights of an earlier push that are no longer part of
-    the model: a loader that finds weights by their names would mix two models.
+    Does not ask the hub. Called before training, too, so that a run does not end with a model that nobody gets.
     """
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-
-    token = _token(name)
-    if not directory.is_dir():
-        raise ModelError(f"export.push={name}: {directory} is not a directory, so there is no model to push")
-    weights = [path.name for path in sorted(directory.iterdir()) if is_weights(path.name) and not path.is_symlink()]
-    adapter = [ADAPTER_CONFIG_FILE] if (directory / ADAPTER_CONFIG_FILE).is_file() else []
-    files = {file: directory / file for file in [*travelling(directory, code=True), *adapter, *weights]}
-    api = HfApi(token=token)
-    try:
-        # First, with a short deadline: can the hub be reached? The answer also supplies the owner that a name may lack.
-        user = _soon(api.whoami)["name"]
-        repository = name if "/" in name else f"{user}/{name}"
-        api.create_repo(repository, private=private or None, exist_ok=True)
-        # Not upload_folder: with hf_xet it may split a push that is large or slow, or needs retries, into several
-        # commits.
-        # An earlier push put its weights at the top. Weights in a subdirectory are somebody else's.
-        top = [name for name in api.list_repo_files(repository) if "/" not in name]
-        gone = [name for name in top if name.endswith(_ANY_WEIGHTS) and name not in files]
-        operations = [
-            *(CommitOperationDelete(path_in_repo=name) for name in gone),
-            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
-        ]
-        commit = api.create_commit(repository, operations, commit_message=message)
-    except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
-        raise _as_line(error, name, directory, token) from error
-    return str(commit.commit_url)
-
-
-def _token(name: str) -> str:
-    """Return the token to push `name` with. Raise if the name or the token cannot be right."""
     from huggingface_hub import get_token
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -95,6 +55,44 @@ def _token(name: str) -> str:
         # The HTTP library would refuse the header with it, and show the token in its message.
         raise ModelError(f"{what}: the token has a character that no token has (a quote? a space?): correct HF_TOKEN")
     return str(token)
+
+
+def push(directory: Path, name: str, *, private: bool, message: str) -> str:
+    """Push the export in `directory` to the model `name` on the hub and return the URL of the commit; network.
+
+    The mark of the export is not pushed, nor is anything else that lies in the directory.
+
+    A repository that does not exist is created: private if asked, else with the default of its owner's account. An
+    existing repository keeps its visibility and its files, except weights of an earlier push that are no longer part of
+    the model: a loader that finds weights by their names would mix two models.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    token = check_push(name)
+    if not directory.is_dir():
+        raise ModelError(f"export.push={name}: {directory} is not a directory, so there is no model to push")
+    weights = [path.name for path in sorted(directory.iterdir()) if is_weights(path.name) and not path.is_symlink()]
+    adapter = [ADAPTER_CONFIG_FILE] if (directory / ADAPTER_CONFIG_FILE).is_file() else []
+    files = {file: directory / file for file in [*travelling(directory, code=True), *adapter, *weights]}
+    api = HfApi(token=token)
+    try:
+        # First, with a short deadline: can the hub be reached? The answer also supplies the owner that a name may lack.
+        user = _soon(api.whoami)["name"]
+        repository = name if "/" in name else f"{user}/{name}"
+        api.create_repo(repository, private=private or None, exist_ok=True)
+        # Not upload_folder: with hf_xet it may split a push that is large or slow, or needs retries, into several
+        # commits.
+        # An earlier push put its weights at the top. Weights in a subdirectory are somebody else's.
+        top = [name for name in api.list_repo_files(repository) if "/" not in name]
+        gone = [name for name in top if name.endswith(_ANY_WEIGHTS) and name not in files]
+        operations = [
+            *(CommitOperationDelete(path_in_repo=name) for name in gone),
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),
+        ]
+        commit = api.create_commit(repository, operations, commit_message=message)
+    except Exception as error:  # which HTTP library raises it depends on the version of huggingface_hub
+        raise _as_line(error, name, directory, token) from error
+    return str(commit.commit_url)
 
 
 def _soon(call: Callable[[], T]) -> T:

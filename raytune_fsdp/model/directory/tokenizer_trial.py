@@ -129,9 +129,5 @@ class Trials:
         """End the process."""
         if cls._process is not None:
             process, cls._process = cls._process, None
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with suppress(OSError):
-                        pipe.close()
+            with suppress(OSError), process:
+                process.kill()

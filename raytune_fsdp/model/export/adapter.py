@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -67,12 +66,6 @@ def _not_served(network: PreTrainedModel) -> str:
     return " and ".join(what for what, has in found.items() if has)
 
 
-def _with_head(config: Mapping[str, Any], model_files: Path) -> dict[str, Any]:
-    """Return the fields that tell PEFT to load a head that scores in the place of the one that it draws."""
-    saved = config.get("modules_to_save", read_object(model_files / ADAPTER_CONFIG_FILE).get("modules_to_save"))
-    return {"task_type": "SEQ_CLS", "modules_to_save": sorted({*(saved or ()), SCORE})}
-
-
 def stored_adapter(adapter: Weights, initial: Weights, network: PreTrainedModel, named: NamedClass) -> StoredTensors:
     """Return the tensors that `export_adapter` writes, which takes the same."""
     keys = keys_there(network, named, outside=acts_outside(named, adapter, initial))
@@ -116,8 +109,9 @@ def export_adapter(
     }
     if initial.shapes():
         config |= PlainAdapter(adapter, initial, network).config
-    if head_of(network) is not None:
-        config |= _with_head(config, model_files)
+    if head_of(network) is not None:  # PEFT is to load it in the place of the one that it draws
+        saved = config.get("modules_to_save", read_object(model_files / ADAPTER_CONFIG_FILE).get("modules_to_save"))
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": sorted({*(saved or ()), SCORE})}
     if named.unbuilt is not None:
         logger.warning(
             "%s, so the adapter has the names of a %s: what builds the other class, such as vLLM, may load none of it; "
@@ -127,9 +121,8 @@ def export_adapter(
     if special := _not_served(network):
         logger.warning(
             "inference servers such as vLLM load plain LoRA only, and this adapter has %s: for them, merge it "
-            "(export.merge=true, or raytune-fsdp export --merge)",
-            special,
-        )
+            "(export.merge=true, or raytune-fsdp export --merge)", special,
+        )  # fmt: skip
     if rows := added_rows_of(network):
         # Whole names: PEFT compares the ends of names, and another module's name may end alike.
         modules = {named.there(name.removesuffix(f".{ROWS}")): list(ids) for name, (_, ids) in rows.items()}

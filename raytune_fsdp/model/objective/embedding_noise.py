@@ -37,8 +37,5 @@ def noisy_embeddings(model: PreTrainedModel, batch: MicroBatch, alpha: float | N
         largest = alpha * (lengths * embedded.shape[-1]).float().rsqrt()
         return embedded + noise.mul_(largest.view(*embedded.shape[:-1], 1)).to(embedded.dtype)
 
-    handle = model.get_input_embeddings().register_forward_hook(add)
-    try:
+    with model.get_input_embeddings().register_forward_hook(add):
         yield
-    finally:
-        handle.remove()

@@ -183,8 +183,7 @@ def allowed_micro_batch(config: FinetuneConfig, world: int) -> int:
 def with_micro_batch(config: FinetuneConfig, world: int, size: int) -> FinetuneConfig:
     """Return the config with one pass of `size` samples in each step."""
     batch = size * world // config.parallel.mesh.together
-    train = config.train.model_copy(update={"micro_batch": size, "global_batch": batch})
-    return config.model_copy(update={"train": train})
+    return config.with_sections(train={"micro_batch": size, "global_batch": batch})
 
 
 def _candidates(
@@ -225,8 +224,7 @@ def _largest_batch(
     sizes = [size for size in (2**power for power in range(12)) if batch % size == 0 and batch // size >= data_ranks]
 
     def of(size: int) -> tuple[int, Prediction]:
-        train = config.train.model_copy(update={"micro_batch": size})
-        return size, predict(subject, config.model_copy(update={"train": train}), world, cluster)
+        return size, predict(subject, config.with_sections(train={"micro_batch": size}), world, cluster)
 
     one = of(1)
     if not one[1].fits or len(sizes) < 2:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config.text import put_at
 
 
 def with_changes(config: FinetuneConfig, changes: Mapping[str, Any]) -> FinetuneConfig:
@@ -16,11 +17,7 @@ def with_changes(config: FinetuneConfig, changes: Mapping[str, Any]) -> Finetune
     """
     values = config.model_dump(exclude_unset=True)
     for path, value in changes.items():
-        *sections, name = path.split(".")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value if sections else dict(value)
+        put_at(values, path, value if "." in path else dict(value))
     parallel = values.get("parallel", {})
     if changes.get("parallel.strategy", "hybrid_shard") != "hybrid_shard":
         parallel.pop("shard_size", None)

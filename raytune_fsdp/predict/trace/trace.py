@@ -43,7 +43,7 @@ from raytune_fsdp.model.split.sequence import check_attention_in_parts, split_to
 from raytune_fsdp.plan.plan import Plan
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.trace.layers import keep_layers
-from raytune_fsdp.predict.trace.live import Bytes, Kind, MemoryTrace, Timeline
+from raytune_fsdp.predict.trace.live import Bytes, MemoryTrace, Timeline
 from raytune_fsdp.predict.trace.work import Operation, tensors_in
 from raytune_fsdp.run.build import Counts, Site, build, optimizer_of, sums_of
 from raytune_fsdp.run.network_checks import check_shared
@@ -132,8 +132,7 @@ class Recorder:
         state = sum(
             _local(tensor).nbytes for key, tensor in states.items() if any(key.startswith(f"{name}.") for name in names)
         )
-        found: dict[Kind, int] = {"weights": weights, "optimizer": state}
-        return found
+        return {"weights": weights, "optimizer": state}
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> int:

@@ -64,11 +64,8 @@ def answers(
 @contextmanager
 def beating(model: PreTrainedModel) -> Iterator[None]:
     """Report a beat for every token: many long answers take longer than any step."""
-    hook = model.register_forward_pre_hook(lambda *_: beat())
-    try:
+    with model.register_forward_pre_hook(lambda *_: beat()):
         yield
-    finally:
-        hook.remove()
 
 
 def answer(

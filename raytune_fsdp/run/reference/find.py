@@ -83,7 +83,7 @@ def find_reference(config: FinetuneConfig, start: ReferenceModel, tokenizer: Pre
     if wanted is None or (wanted == BASE and getattr(config.method, "adapter", None) is None):
         return start
     if wanted == BASE:
-        bare = config.model_copy(update={"method": config.method.model_copy(update={"adapter": None})})
+        bare = config.with_sections(method={"adapter": None})
         return replace(start, config=bare, adapter=None, is_start=False)
     return other_model(config, "reference.model", wanted, tokenizer)
 

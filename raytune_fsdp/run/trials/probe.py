@@ -260,7 +260,8 @@ def _conclusive(config: FinetuneConfig, model: PreTrainedModel, error: Exception
     text = str(error).lower()
     if any(word in text for word in ("faketensor", "fake tensor", "data pointer", "alloc", "meta tensor", "symbolic")):
         return False
-    if not _on_a_device(config):
+    other = config.cluster.device != "cpu" and (config.cluster.launch != "local" or torch.cuda.is_available())
+    if not (other or _other_attention(config)):  # the run computes as the probe does
         return True
     # Kernels that only a GPU has, and code of others that asks for one in words that nobody knows.
     kernels = ("cpu", "cuda", "gpu", "triton", "kernel", "driver", "device", "not implemented")
@@ -270,13 +271,6 @@ def _conclusive(config: FinetuneConfig, model: PreTrainedModel, error: Exception
 def _is_ours(model: PreTrainedModel) -> bool:
     """Return whether the network is of transformers, not of code that came with a model."""
     return type(model).__module__.startswith("transformers.")
-
-
-def _on_a_device(config: FinetuneConfig) -> bool:
-    """Return whether the run may compute elsewhere than on a CPU, or in another way than the probe does."""
-    return _other_attention(config) or (
-        config.cluster.device != "cpu" and (config.cluster.launch != "local" or torch.cuda.is_available())
-    )
 
 
 def _other_attention(config: FinetuneConfig) -> bool:

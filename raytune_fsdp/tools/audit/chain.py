@@ -75,7 +75,8 @@ def _begun_with(config: FinetuneConfig, place: RunDir, *, trusted: bool) -> Pare
     fork = fork_of(config)
     assert fork is not None
     check_parent(place.path, fork.path, trusted=trusted, base=fork.base)
-    own = f"audit a segment between checkpoints of the run's own (--from, --to): {_steps(place)}"
+    steps = ", ".join(str(each.step) for each in committed(place.checkpoints)) or "it has none"
+    own = f"audit a segment between checkpoints of the run's own (--from, --to): {steps}"
     try:
         found = parent_of(place, fork, trusted=True)
         check_mounted(found.place)
@@ -96,7 +97,3 @@ def _known_digest(place: RunDir) -> str | None:
     entry = read_state(own[-1]).identity.get(FORK) if own else None
     digest = entry.get("digest") if isinstance(entry, dict) else None
     return digest if isinstance(digest, str) else None
-
-
-def _steps(place: RunDir) -> str:
-    return ", ".join(str(each.step) for each in committed(place.checkpoints)) or "it has none"

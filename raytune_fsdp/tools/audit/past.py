@@ -72,8 +72,7 @@ def past_place(run: Path) -> RunDir:
 
 def placed(config: FinetuneConfig, place: RunDir) -> FinetuneConfig:
     """Return a run's config with the run's place of now: its directory may have been moved, or be mounted elsewhere."""
-    run = config.run.model_copy(update={"storage": str(place.path.parent), "name": place.path.name})
-    return config.model_copy(update={"run": run})
+    return config.with_sections(run={"storage": str(place.path.parent), "name": place.path.name})
 
 
 def check_code(config: FinetuneConfig, *, trusted: bool, ranks: bool = False) -> None:
@@ -180,7 +179,7 @@ def _own_data(
     tokenizer = load_tokenizer(config.model_copy(update={"model": model}), own)
     vocab_size = load_architecture(model, own).get_text_config().vocab_size
     if not config.data.eval_decides_training:  # the files of data.eval need not be there
-        config = config.model_copy(update={"data": config.data.model_copy(update={"eval": []})})
+        config = config.with_sections(data={"eval": []})
     windows, _ = open_data(config, tokenizer, vocab_size, progress, **orders_of(newest or RunState()))
     return tokenizer, windows
 

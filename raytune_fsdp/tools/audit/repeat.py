@@ -72,6 +72,7 @@ def repeat_of(
             path, commit, on_hub = began_with(place.model_files)
             if on_hub and path == config.model.path and commit is not None:
                 sections["model"] = {"revision": commit}  # the branch that the config names may have moved on since
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     tracking = TrackingConfig(console=config.tracking.console, mlflow=MlflowConfig(enabled=False))
-    return config.model_copy(update={**changed, "eval": EvalConfig(), "tracking": tracking, "profile": ProfileConfig()})
+    return config.with_sections(**sections).model_copy(
+        update={"eval": EvalConfig(), "tracking": tracking, "profile": ProfileConfig()}
+    )

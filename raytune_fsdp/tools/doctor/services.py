@@ -168,7 +168,7 @@ def checkpoint_bytes(config: FinetuneConfig) -> int | None:
     if directory is None and config.model.architecture is None:
         return None
     # With any attention: the one that is asked for may not be installed.
-    config = config.model_copy(update={"model": config.model.model_copy(update={"attention": "auto"})})
+    config = config.with_sections(model={"attention": "auto"})
     network = build_network(load_architecture(config.model, directory), config)
     weight = MASTER_DTYPE[config.parallel.precision].itemsize
     return int(count_parameters(network).trainable * (weight + state_bytes(config.optim.optimizer, weight)))

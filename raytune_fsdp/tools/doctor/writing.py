@@ -38,13 +38,10 @@ def _write(directory: Path, prefix: str, size: int) -> float:
     file = directory / f"{prefix}{uuid.uuid4().hex}"
     began = time.monotonic()
     try:
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as written:
             for _ in range(0, size, _PIECE):
-                os.write(handle, piece)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+                written.write(piece)
+            os.fsync(written.fileno())
         return max(1e-6, time.monotonic() - began)
     finally:
         with suppress(OSError):

@@ -30,10 +30,8 @@ def trial_of(config: FinetuneConfig, directory: Path) -> FinetuneConfig:
         # A run that does not fit once does not fit in another attempt.
         "cluster": {"max_failures": 0},
     }
-    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(
+    return config.with_sections(**sections).model_copy(
         update={
-            **changed,
             # An evaluation is due after every step, although nothing is evaluated: so each step's metrics are waited
             # for, and have its own time. Otherwise a GPU's metrics are fetched a step later, and both steps would get
             # the mean of the two.

@@ -202,7 +202,15 @@ class RunTrial(Trainable):  # type: ignore[misc]
         if self._driver is None or not self._driver.alive:
             if self._driver is not None:
                 self._driver.close()
-            self._driver = RunDriver(cwd=self._cwd, env=self._environment(), log=log)
+            began = Path("/proc/self/environ").read_text(errors="surrogateescape").split("\0")
+            context = ray.get_runtime_context() if ray.is_initialized() else None
+            env = environment_of_driver(
+                dict(each.split("=", 1) for each in began if "=" in each),
+                seconds=self._seconds,
+                address=None if context is None else context.gcs_address,
+                runtime_env={} if context is None else dict(context.runtime_env),
+            )
+            self._driver = RunDriver(cwd=self._cwd, env=env, log=log)
         _free(self._place, self._seconds)
         self._driver.train(self._config, log, stop_seconds=self._seconds)
         self._trains = True
@@ -246,17 +254,6 @@ class RunTrial(Trainable):  # type: ignore[misc]
             if step is not None and (found := checkpoint_at(there, step)) is not None:
                 return found, digest_of(found)
         return None
-
-    def _environment(self) -> dict[str, str]:
-        """Return the environment of the run's driver."""
-        began = Path("/proc/self/environ").read_text(errors="surrogateescape").split("\0")
-        context = ray.get_runtime_context() if ray.is_initialized() else None
-        return environment_of_driver(
-            dict(each.split("=", 1) for each in began if "=" in each),
-            seconds=self._seconds,
-            address=None if context is None else context.gcs_address,
-            runtime_env={} if context is None else dict(context.runtime_env),
-        )
 
 
 class _Evaluations:

@@ -43,8 +43,9 @@ class Asha:
     def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:
         ladder = self._ladder(trials, log)
         for rung in reversed(range(len(self.steps))):
-            for number in self._best(ladder, rung):
-                if ladder.rung[number] == rung:
+            ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
+            for (strange, _), number in ranked[: len(ranked) // self.eta]:
+                if not strange and ladder.rung[number] == rung:
                     return Next([Decision(self.steps[rung], (number,), ())], (), over=False)
         known = ladder.known
         here = [number for number in known if known[number].state == "open" and not self._waits(ladder, number)]
@@ -78,8 +79,3 @@ class Asha:
     def _waits(self, ladder: _Ladder, number: int) -> bool:
         rung = ladder.rung[number]
         return rung < len(self.steps) and number in ladder.come[rung]
-
-    def _best(self, ladder: _Ladder, rung: int) -> list[int]:
-        """Return who may go on from a rung, the best first."""
-        ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
-        return [number for (strange, _), number in ranked[: len(ranked) // self.eta] if not strange]
