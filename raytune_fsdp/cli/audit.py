@@ -148,3 +148,6 @@ def _audited(found: argparse.Namespace, part: AuditedPart) -> tuple[bool, list[s
 
 
 main = main_of("audit", parser_of, _audit)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -42,3 +42,6 @@ def _average(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("average", parser_of, _average)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -98,3 +98,6 @@ def _piped() -> str:
 
 
 main = main_of("chat", parser_of, _chat)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

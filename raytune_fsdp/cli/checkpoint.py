@@ -124,3 +124,6 @@ def _committed(found: Namespace) -> list[CommittedCheckpoint]:
 
 
 main = main_of("checkpoint", parser_of, _run)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

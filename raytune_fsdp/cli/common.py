@@ -136,15 +136,12 @@ def _code_of(work: Callable[[], int]) -> int:
 def main_of(name: str, parser_of: Callable[[str], P], work: Callable[[P, list[str]], int]) -> Callable[..., int]:
     """Return the `main(argv, prog)` of a command, which does this work and returns the exit code.
 
-    Without arguments it takes those of the process. Called last in a command's file, which works at once if it is run
-    itself (`python -m raytune_fsdp.cli.plan`).
+    Without arguments it takes those of the process.
     """
 
     def main(argv: Sequence[str] | None = None, prog: str = f"raytune-fsdp {name}") -> int:
         return exit_code(lambda: work(parser_of(prog), list(sys.argv[1:] if argv is None else argv)))
 
-    if parser_of.__module__ == "__main__":
-        raise SystemExit(main())
     return main
 
 

@@ -93,3 +93,6 @@ def fields() -> Iterator[Flag]:
 
 
 main = main_of("completion", parser_of, _completion)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -69,3 +69,6 @@ def _run(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("convert", parser_of, _run)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -42,3 +42,6 @@ def _diff(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("diff", parser_of, _diff)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -108,3 +108,6 @@ def _print(numbers: _Numbers, *, tensors: bool) -> None:
 
 
 main = main_of("digest", parser_of, _digest)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -79,3 +79,6 @@ def _end(code: int) -> None:
 
 
 main = main_of("doctor", parser_of, _doctor)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

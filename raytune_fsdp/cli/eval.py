@@ -177,3 +177,6 @@ def _measure(
 
 
 main = main_of("eval", parser_of, _eval)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

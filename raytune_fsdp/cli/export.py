@@ -67,3 +67,6 @@ def _export(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("export", parser_of, _export)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

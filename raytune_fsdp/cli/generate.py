@@ -33,3 +33,6 @@ def _generate(parser: ModelParser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("generate", parser_of, _generate)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -127,3 +127,6 @@ class _Logs:
 
 
 main = main_of("logs", parser_of, _logs)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

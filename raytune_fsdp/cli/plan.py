@@ -181,3 +181,6 @@ def _reference(config: FinetuneConfig) -> dict[str, str]:
 
 
 main = main_of("plan", parser_of, _plan)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -90,3 +90,6 @@ def _yours(config: FinetuneConfig) -> Iterator[str]:
 
 
 main = main_of("recipes", parser_of, _run)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

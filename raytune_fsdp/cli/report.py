@@ -49,3 +49,6 @@ def _report(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("report", parser_of, _report)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

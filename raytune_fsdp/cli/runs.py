@@ -179,3 +179,6 @@ def seconds_since(moment: str | None) -> float | None:
 
 
 main = main_of("runs", parser_of, _runs)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -21,3 +21,6 @@ def _schema(parser: Parser, arguments: Sequence[str]) -> int:
 
 
 main = main_of("schema", parser_of, _schema)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -183,3 +183,6 @@ def _lines(past: PastStep, losses: Losses | None, whence: str, *, text: bool) ->
 
 
 main = main_of("step", parser_of, _step)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -92,3 +92,6 @@ def _how_it_ended(place: RunDir) -> str:
 
 
 main = main_of("stop", parser_of, _stop)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -132,3 +132,6 @@ def _say_result(spec: SweepSpec, result: SweepResult) -> None:
 
 
 main = main_of("sweep", parser_of, _sweep)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

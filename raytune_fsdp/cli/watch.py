@@ -140,3 +140,6 @@ class _Watched:
 
 
 main = main_of("watch", parser_of, _watch)
+
+if __name__ == "__main__":
+    raise SystemExit(main())
