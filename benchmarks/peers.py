@@ -99,10 +99,11 @@ def train(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    config, own = FinetuneConfig.model_validate(values), NODES[rank % 2]
+    config, own, given_up = FinetuneConfig.model_validate(values), NODES[rank % 2], threading.Event()
     storage = PeerStorage(
-        new_location(), KeepersOnRay(keepers, ()), NODES, own=own, count=config.checkpoint.peer_copies
-    )
+        new_location(), KeepersOnRay(keepers, (), given_up), NODES,
+        own=own, count=config.checkpoint.peer_copies, given_up=given_up,
+    )  # fmt: skip
     hold(storage)
     counted = Turns(*turns)
     clock.time = counted  # type: ignore[assignment]

@@ -52,14 +52,22 @@ class Chaos(Disturbed):
     # --- Faults: each does it, and says what -------------------------------------------------------------------------
 
     def worker_kill(self) -> str:
-        rank = self.random.choice(self.ranks())
+        rank = self.one_rank()
         psutil.Process(rank["pid"]).kill()
         return f"rank {rank['rank']} killed"
 
     def rank_stop(self) -> str:
-        rank = self.random.choice(self.ranks())
+        rank = self.one_rank()
         psutil.Process(rank["pid"]).send_signal(signal.SIGSTOP)
         return f"rank {rank['rank']} stopped"
+
+    def one_rank(self) -> dict[str, Any]:
+        """One that lives. A node that went may have taken along those that joined last: then the next ones."""
+        until, rank = time.monotonic() + RECOVERY_SECONDS, self.random.choice(self.ranks())
+        while not psutil.pid_exists(rank["pid"]) and time.monotonic() < until:
+            time.sleep(0.5)
+            rank = self.ranks()[0]
+        return rank
 
     def node_removal(self) -> str:
         if len(self.living) < 2:
