@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE
+from raytune_fsdp.plan.run_dir import EVENTS_FILE, METRICS_FILE
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +51,9 @@ class FinetuneResult:
     @property
     def evaluations(self) -> dict[int, dict[str, float]]:
         """What each evaluation measured, by step: `eval/<dataset>/loss` and the like."""
-        from raytune_fsdp.record.jsonl import read_evaluations
+        from raytune_fsdp.record.jsonl import all_evaluations
 
-        found = read_evaluations(self.run_dir / METRICS_FILE, self.steps)
-        for step, values in read_evaluations(self.run_dir / EVALUATIONS_FILE, self.steps).items():
-            found.setdefault(step, {}).update(values)
-        return dict(sorted(found.items()))
+        return all_evaluations(self.run_dir, self.steps)
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -226,6 +226,14 @@ def read_evaluations(path: Path, last_step: int) -> dict[int, dict[str, float]]:
     return found
 
 
+def all_evaluations(run_dir: Path, last_step: int = (1 << 63) - 1) -> dict[int, dict[str, float]]:
+    """Return what was measured up to a step, in training and later, in the order of the steps."""
+    found = read_evaluations(run_dir / METRICS_FILE, last_step)
+    for step, values in read_evaluations(run_dir / EVALUATIONS_FILE, last_step).items():
+        found.setdefault(step, {}).update(values)
+    return dict(sorted(found.items()))
+
+
 def read_step(path: Path, step: int) -> dict[str, Any] | None:
     """Return the line of a step; None if it is not on record."""
     for raw in _finished(path):

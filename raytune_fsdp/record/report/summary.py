@@ -13,9 +13,9 @@ from typing import Any
 from raytune_fsdp.base.untrusted import MIB, printable, read_json
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config.recorded import shown_uri
-from raytune_fsdp.plan.run_dir import EVALUATIONS_FILE, EVENTS_FILE, METRICS_FILE, MODEL_FILES
+from raytune_fsdp.plan.run_dir import EVENTS_FILE, METRICS_FILE, MODEL_FILES
 from raytune_fsdp.record.goodput import known_goodput
-from raytune_fsdp.record.jsonl import each_event, read_evaluations
+from raytune_fsdp.record.jsonl import all_evaluations, each_event
 from raytune_fsdp.record.lines import preferences_of, step_of
 from raytune_fsdp.record.names import (
     ANSWERED,
@@ -29,8 +29,6 @@ from raytune_fsdp.record.names import (
 )
 from raytune_fsdp.record.report.curves import NOT_INSTALLED, can_draw
 from raytune_fsdp.record.report.overview import first_step, last_step
-
-_ANY_STEP = (1 << 63) - 1
 
 
 def summary(
@@ -74,7 +72,7 @@ def _losses(run_dir: Path) -> Iterator[str]:
                 f"right pairs {' -> '.join(f'{each[right]:.1%}' for each in pairs)}, margin of their rewards "
                 f"{' -> '.join(f'{each[margin]:.3f}' for each in pairs)}"
             )
-    evals = _evaluations(run_dir)
+    evals = all_evaluations(run_dir)
     for name in dict.fromkeys(name for values in evals.values() for name in values if not is_of_subject(name)):
         series = {step: values[name] for step, values in evals.items() if name in values}
         steps = list(series)
@@ -86,14 +84,6 @@ def _losses(run_dir: Path) -> Iterator[str]:
         sign = -1.0 if higher_is_better(name) else 1.0
         best = min(finite, key=lambda step: sign * series[step], default=steps[-1])
         yield text if best == steps[-1] or is_neutral(name) else f"{text}, best {series[best]:.4f} at step {best}"
-
-
-def _evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Return the values of all evaluations, by step."""
-    evals = read_evaluations(run_dir / METRICS_FILE, _ANY_STEP)
-    for step, values in read_evaluations(run_dir / EVALUATIONS_FILE, _ANY_STEP).items():
-        evals.setdefault(step, {}).update(values)
-    return dict(sorted(evals.items()))
 
 
 def _answers(run_dir: Path) -> list[Mapping[str, Any]]:
@@ -118,7 +108,7 @@ def next_commands(run_dir: Path, *, export: Path | None, mlflow_uri: str | None,
     question = shlex.quote(prompts[0]) if prompts and prompts[0].isprintable() else '"a question"'
     commands = [f"{program} generate {model} {question}"]
     if _scores(run_dir):  # it answers nothing, and is measured where there is something to measure it on
-        commands = [f"{program} eval {shlex.quote(_short(run_dir))}"] if _evaluations(run_dir) else []
+        commands = [f"{program} eval {shlex.quote(_short(run_dir))}"] if all_evaluations(run_dir) else []
     if export is None:
         commands.append(f"{program} export {model} my-model   (a Hugging Face model directory)")
     if mlflow_uri is not None:
