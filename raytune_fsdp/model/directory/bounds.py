@@ -225,11 +225,8 @@ def bounded_building() -> Iterator[None]:
                 "download it again"
             )
 
-    handle = register_module_parameter_registration_hook(registered)
-    try:
+    with register_module_parameter_registration_hook(registered):
         yield
-    finally:
-        handle.remove()
 
 
 def check_buffers(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -79,19 +79,16 @@ class Recorder:
 
     def record(self, step: Any) -> None:
         """Follow a step."""
-        hooks = [self._model.register_forward_pre_hook(self._begins)]
-        for number, layer in enumerate(self._layers):
-            hooks.append(layer.register_forward_pre_hook(partial(self._comes_to, number)))
-            hooks.append(layer.register_forward_hook(partial(self._leaves, number)))
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(self._model.register_forward_pre_hook(self._begins))
+            for number, layer in enumerate(self._layers):
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._comes_to, number)))
+                hooks.enter_context(layer.register_forward_hook(partial(self._leaves, number)))
             self._live.follow_gathered(self._model)
             with self._live:
                 self._live.mark("start")
                 step()
                 self._live.mark("end")
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def update_begins(self) -> None:
         self._name_gradients()

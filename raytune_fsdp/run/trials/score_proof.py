@@ -64,11 +64,8 @@ def scores_of_head(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     head, seen = head_of(model), list[torch.Tensor]()
     assert head is not None
     # From the head itself: what the network then makes of it, as of logits, is nothing that a run sees.
-    hook = head.register_forward_hook(lambda *call: seen.append(call[2][:, -1]))
-    try:
+    with head.register_forward_hook(lambda *call: seen.append(call[2][:, -1])):
         model(input_ids=ids, use_cache=False)
-    finally:
-        hook.remove()
     return seen[0].clone()
 
 
