@@ -10,7 +10,7 @@ from raytune_fsdp.base.measured import ParameterCount
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.plan.plan import Plan, resolve
-from raytune_fsdp.predict.devices import Device
+from raytune_fsdp.predict.devices import GIB, Device
 from raytune_fsdp.predict.links import network_of
 from raytune_fsdp.predict.memory import Memory, memory_of
 from raytune_fsdp.predict.speed import LINKS_BETWEEN, MIDDLE, Seconds, forwards_of, rates_of, seconds_of
@@ -20,8 +20,6 @@ from raytune_fsdp.run.reference.during import is_within
 from raytune_fsdp.step.flops import training_flops
 from raytune_fsdp.step.precision import compute_dtype
 from raytune_fsdp.step.traffic import Traffic
-
-GIB = 2**30
 
 CONTEXT = int(1.0 * GIB)
 """Memory of a device that CUDA, its libraries and NCCL's buffers take besides tensors. An assumption; not measured
@@ -121,8 +119,7 @@ def predict(subject: ModelSpec, config: FinetuneConfig, plan: Plan | int, cluste
     """Predict what a config needs. `plan` is the run's, or a number of GPUs where no more than a step is asked for."""
     if isinstance(plan, int):
         # A length in epochs is not known without the data, and no step depends on it.
-        one_step = config.train.model_copy(update={"max_steps": config.train.max_steps or 1, "epochs": None})
-        plan = resolve(config.model_copy(update={"train": one_step}), plan)
+        plan = resolve(config.with_sections(train={"max_steps": config.train.max_steps or 1, "epochs": None}), plan)
     return predict_from(traced(subject, config, plan, cluster), config, plan, cluster)
 
 

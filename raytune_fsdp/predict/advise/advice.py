@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.cluster import SPOT_NOTICE_SECONDS
 from raytune_fsdp.predict.advise.alternatives import Alternative, change_in_words
-from raytune_fsdp.predict.prediction import GIB, Prediction
+from raytune_fsdp.predict.devices import GIB
+from raytune_fsdp.predict.prediction import Prediction
 from raytune_fsdp.predict.speed import forwards_of
 from raytune_fsdp.predict.stopping import Stopping
 from raytune_fsdp.predict.teacher import TeacherPass

@@ -8,9 +8,10 @@ from typing import Any
 
 from raytune_fsdp.predict.advise.advice import Advice
 from raytune_fsdp.predict.advise.alternatives import Alternative, as_flags, change_in_words, cheapest_fit
+from raytune_fsdp.predict.devices import GIB
 from raytune_fsdp.predict.host import HostNeeds, PeerNeeds
 from raytune_fsdp.predict.planned import Planned, cost
-from raytune_fsdp.predict.prediction import GIB, Prediction
+from raytune_fsdp.predict.prediction import Prediction
 from raytune_fsdp.predict.search import Suitable
 from raytune_fsdp.predict.stopping import Stopping, notices
 
