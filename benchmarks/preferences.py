@@ -194,7 +194,7 @@ def reference_beside_a_loop(ours: Ours, rounds: int) -> dict[str, Any]:
     passes, loops = [], []
     for number in range(rounds):
         files = ReferenceFiles.of(windows, {"of": f"round {number}"})
-        task = Task(name="the rows", windows=windows, places=places, files=files)
+        task = Task(name="the rows", windows=windows, places=places, files=(files,))
         look(task)
         since = time.process_time()
         compute(task, parts.model, groups, micro_batch=1, layout=layout, device=CPU, say=print)
