@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,6 +75,11 @@ def measure(many: int) -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     rows, results = _rows(many), {}
+
+    def rendered(formatter: Formatter) -> list[Any]:
+        # `_begin` returns something else only for rows that are no conversations.
+        return [formatter._finish(formatter._begin(row, "row")) for row in rows]  # type: ignore[arg-type]
+
     for name in ("chatml", "openassistant"):
         tagged = load_template(name)
         bare = re.sub(r"{%-? *(end)?generation *-?%}", "", tagged)
@@ -83,13 +89,13 @@ def measure(many: int) -> dict[str, Any]:
             for document in formatter.documents(rows, ["row"] * many):
                 assert isinstance(document, Document), document
                 digest.update(document.input_ids.tobytes() + document.labels.tobytes())
-            texts = [formatter._finish(formatter._begin(row, "row")).text for row in rows]
+            texts = [each.text for each in rendered(formatter)]
             encode = tokenizer.backend_tokenizer.encode_batch_fast
             results[label] = {
                 "hash": digest.hexdigest(),
-                "rendering": _rate(many, lambda f=formatter: [f._finish(f._begin(row, "row")) for row in rows]),
-                "rows": _rate(many, lambda f=formatter: f.documents(rows, ["row"] * many)),
-                "tokenizer": _rate(many, lambda t=texts, e=encode: e(t, add_special_tokens=False)),
+                "rendering": _rate(many, partial(rendered, formatter)),
+                "rows": _rate(many, partial(formatter.documents, rows, ["row"] * many)),
+                "tokenizer": _rate(many, partial(encode, texts, add_special_tokens=False)),
             }
     return results
 

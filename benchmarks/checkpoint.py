@@ -162,7 +162,7 @@ class Bench:
     def raw_write(self) -> Row:
         path = self.place("raw")
         path.mkdir(exist_ok=True)
-        content = memoryview(torch.cat([t.reshape(-1) for t in self.room.values()]).numpy()).cast("B")
+        content = torch.cat([t.reshape(-1) for t in self.room.values()]).numpy().data.cast("B")
 
         def write() -> None:
             with open(path / str(dist.get_rank()), "wb", buffering=0) as file:
@@ -223,7 +223,8 @@ class Bench:
         return {**first, **self._asynchronous("dcp_process", AsyncCheckpointerType.PROCESS)}
 
     def _asynchronous(self, name: str, kind: AsyncCheckpointerType) -> Row:
-        path, box = self.place(name), []
+        path = self.place(name)
+        box: list[Any] = []  # for a Future: only with a stager of its own does async_save return something else
 
         def begin() -> None:
             found = dcp.async_save(

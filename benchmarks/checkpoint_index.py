@@ -263,8 +263,8 @@ def older_index(index: Index, storage: PosixStorage) -> bytes:
         pieces = []
         for run in tensor.runs:
             size = int(np.prod(run.shape)) * 4
-            for file, offset in map(run.at, range(run.count)):
-                where = {"file": index.files[file].name, "start": places[file, name, offset][0], "bytes": size}
+            for number, offset in map(run.at, range(run.count)):
+                where = {"file": index.files[number].name, "start": places[number, name, offset][0], "bytes": size}
                 pieces.append({"offset": [*offset], "shape": [*run.shape], **where})
         found[name] = {"dtype": "float32", "shape": [*tensor.shape], "pieces": pieces}
     return json.dumps({"format": 1, "tensors": found}).encode()

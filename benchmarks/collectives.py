@@ -26,11 +26,11 @@ _PASSED_ON: dict[str, Callable[[int], int]] = {
 """How many tensors a rank receives, by how many there are besides its own: the other ranks' or none."""
 
 
-class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Collectives(TorchDispatchMode):
     """Adds up what a rank receives, by kind: numbers, and bytes. Backward runs in this thread on CPUs."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.numbers: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 

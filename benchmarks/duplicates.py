@@ -18,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -91,13 +92,13 @@ def measure(kind: str, many: int, rounds: int) -> dict[str, Any]:
         for number in range(rounds):
             reader = RowReader.of(data.train[0], source, data, tokenizer, len(tokenizer))
             for what in ("pass", "cached"):
-                taken, (own,) = processor_time(lambda r=reader, n=number: groups_of([r], directory / f"keys-{n}"))
+                taken, (own,) = processor_time(partial(groups_of, [reader], directory / f"keys-{number}"))
                 seconds[what].append(taken)
             windows = Windows(
                 data.train, data, seed=1, tokenizer=tokenizer, vocab_size=len(tokenizer),
                 cache=directory / f"windows-{number}", sources=[source],
             )  # fmt: skip
-            taken, counted = processor_time(lambda w=windows: census(w))
+            taken, counted = processor_time(partial(census, windows))
             seconds["census"].append(taken)
     found = {what: median(each) for what, each in seconds.items()}
     return {

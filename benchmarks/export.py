@@ -37,11 +37,12 @@ from benchmarks.load import MIB, Peak
 from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.checkpoint.catalogue import Keep, committed
-from raytune_fsdp.checkpoint.model_files import MODEL_FILES, find_checkpoint
+from raytune_fsdp.checkpoint.model_files import find_checkpoint
 from raytune_fsdp.checkpoint.saver import open_saver
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import ExportConfig, OptimConfig, ParallelConfig
 from raytune_fsdp.model.directory.tensorfile import TensorFile
+from raytune_fsdp.plan.run_dir import MODEL_FILES
 from raytune_fsdp.run.publish import publish
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.parallel import shard, sharding_units
@@ -131,7 +132,7 @@ class Bench:
 
     def gather(self, place: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
+        state: dict[str, Any] = get_model_state_dict(self.model, options=options)
         if dist.get_rank() == 0:
             with torch.device("meta"):
                 model = LlamaForCausalLM(self.config)

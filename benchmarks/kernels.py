@@ -111,7 +111,8 @@ def compiled_layer(case: str) -> dict[str, Count]:
     spec = ModelSpec.of(config)
     network = build_network(copy.deepcopy(spec.hf_config), config, ()).to(torch.bfloat16).train()
     load(traces.assume_kernels(config, spec.needs, "cuda", network)["attention"].name)  # reads a signature
-    layer, called = layers_of(network)[1], {}
+    layer = layers_of(network)[1]
+    called: dict[str, Any] = {}
 
     def begins(_: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         called.update(args=args, kwargs=kwargs)
@@ -174,7 +175,7 @@ def main() -> None:
         copied = Counter[str]()
         for part in parts.values():
             copied.update({name: many for name, many in part.items() if name.startswith(("fsdp::", "c10d::"))})
-        each = {
+        each: dict[str, Any] = {
             "layers": layers,
             "operations_of_a_layer": {
                 way: sum(parts[f"layer, {way}"].values()) / layers for way in ("forward", "backward")

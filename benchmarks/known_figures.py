@@ -87,7 +87,7 @@ def of_40b() -> dict[str, Any]:
 
 
 def states(found: Prediction) -> dict[str, float]:
-    parts = {name: found.memory.peak.get(name, 0) / _GB for name in ("weights", "gradients", "optimizer", "gathered")}  # type: ignore[call-overload]
+    parts = {name: found.memory.peak.get(name, 0) / _GB for name in ("weights", "gradients", "optimizer", "gathered")}
     return {**parts, "all of these": sum(parts.values())}
 
 

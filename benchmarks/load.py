@@ -46,7 +46,7 @@ from benchmarks.ranks import mesh, run_ranks, slowest
 from benchmarks.record import write_result
 from raytune_fsdp.config import ModelConfig, ParallelConfig
 from raytune_fsdp.model.directory.files import find_weights
-from raytune_fsdp.model.fill import fill
+from raytune_fsdp.model.fill import FillMode, fill
 from raytune_fsdp.model.network import build_base, init_buffers, load_architecture
 from raytune_fsdp.model.weights.keys import match_keys
 from raytune_fsdp.run.starting_weights import StartingWeights
@@ -151,7 +151,7 @@ def shard_whole(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     shard(model, mesh, config, sharding_units(model, config, ends=True))
 
 
-def ours(mode: str) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
+def ours(mode: FillMode) -> Callable[[Path, DeviceMesh], PreTrainedModel]:
     def load(path: Path, mesh: DeviceMesh) -> PreTrainedModel:
         model = network(path)
         weights = None
@@ -229,7 +229,7 @@ def network(path: Path) -> PreTrainedModel:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def check(model: PreTrainedModel, path: Path) -> None:

@@ -99,9 +99,10 @@ def measure(turns: list[int], rounds: int) -> dict[str, Any]:
         mask, plain = (Formatter(ChatFormat(loss=loss), **options) for loss in ("assistant", "all"))
         (document,) = mask.documents([row], ["row"])
         assert isinstance(document, Document), document
+        # `_begin` returns something else only for rows that are no conversations.
         works: dict[str, Callable[[], Any]] = {
-            "plain": lambda: plain._finish(plain._begin(row, "row")),
-            "spans": lambda: mask._finish(mask._begin(row, "row")),
+            "plain": lambda: plain._finish(plain._begin(row, "row")),  # type: ignore[arg-type]
+            "spans": lambda: mask._finish(mask._begin(row, "row")),  # type: ignore[arg-type]
             "plain row": lambda: plain.documents([row], ["row"]),
             "row": lambda: mask.documents([row], ["row"]),
             "transformers": lambda: tokenizer.apply_chat_template(row["messages"], chat_template=source, tokenize=True),
@@ -125,7 +126,7 @@ def _messages(kind: str, many: int) -> list[dict[str, Any]]:
     if kind == "chat":
         pairs = (({"role": "user", "content": words(5, 60)}, words(20, 150)) for _ in range(many // 2))
         return [each for user, said in pairs for each in (user, {"role": "assistant", "content": said})]
-    messages = [{"role": "user", "content": words(5, 60)}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": words(5, 60)}]
     while len(messages) < many - 1:
         function = {"name": drawn.choice(("read", "write", "run")), "arguments": {"of": words(1, 20)}}
         call = {"id": f"call{len(messages)}", "type": "function", "function": function}

@@ -36,8 +36,8 @@ def once(way: str, threads: int, vocabulary: int) -> dict[str, Any]:
     # In place: what is freed again before the measurement would hide as much in it.
     weight = torch.randn(vocabulary, WIDTH).div_(WIDTH**0.5).requires_grad_()
     ids = torch.randint(vocabulary, (TOKENS,))
-    small = [torch.randn(shape, WIDTH, requires_grad=True) for shape in (8, 64)]
-    linear_cross_entropy(*small, None, ids[:8] % 64, Shape()).total.backward()  # what starts once
+    states, head = (torch.randn(shape, WIDTH, requires_grad=True) for shape in (8, 64))
+    linear_cross_entropy(states, head, None, ids[:8] % 64, Shape()).total.backward()  # what starts once
     before, since = _peak(), time.process_time()
     if way == "plain":
         total = F.cross_entropy(hidden @ weight.t(), ids, reduction="sum")

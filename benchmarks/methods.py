@@ -153,7 +153,7 @@ def make_inputs(directory: Path, size: str, steps: int) -> np.ndarray:
     adapted = get_peft_model(
         network, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=linear, task_type="CAUSAL_LM")
     )
-    adapted.save_pretrained(directory / "adapter")
+    adapted.save_pretrained(str(directory / "adapter"))
     ids = np.random.default_rng(0).integers(3, VOCABULARY, (steps, SEQ_LEN))
     with (directory / "rows.jsonl").open("w") as file:
         file.writelines(f'{{"input_ids": {row.tolist()}}}\n' for row in ids)
@@ -172,7 +172,7 @@ def our_config(directory: Path, storage: Path, method: dict[str, Any], steps: in
 
 # --- LoRA beside others -----------------------------------------------------------------------------------------------
 
-Variant = Callable[[Callable[[], bool]], list[float]]
+Variant = Callable[[Callable[[], None]], list[float]]
 """Trains, calls what it is given at the start of every step, and returns the loss of every step."""
 
 
@@ -184,7 +184,7 @@ def adapted_copy(base: LlamaForCausalLM, directory: Path) -> PeftModel:
     return network
 
 
-def bare(directory: Path, base: LlamaForCausalLM, ids: np.ndarray, on_step: Callable[[], bool]) -> list[float]:
+def bare(directory: Path, base: LlamaForCausalLM, ids: np.ndarray, on_step: Callable[[], None]) -> list[float]:
     network = adapted_copy(base, directory)
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, fused=True)
@@ -200,7 +200,7 @@ def bare(directory: Path, base: LlamaForCausalLM, ids: np.ndarray, on_step: Call
     return torch.stack(losses).tolist()
 
 
-def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[float]:
+def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], None]) -> list[float]:
     storage = Path(tempfile.mkdtemp(dir=directory))
     config = our_config(directory, storage, {**LORA, "adapter": str(directory / "adapter")}, len(ids))
     parts = assemble(config, *prepare(config, 1), CPU)
@@ -209,7 +209,7 @@ def ours(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[
     return [line["loss"] for line in read_trajectory(RunDir.of(config).metrics)]
 
 
-def trl(directory: Path, base: LlamaForCausalLM, ids: np.ndarray, on_step: Callable[[], bool]) -> list[float]:
+def trl(directory: Path, base: LlamaForCausalLM, ids: np.ndarray, on_step: Callable[[], None]) -> list[float]:
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -307,11 +307,10 @@ def time_method(directory: Path, method: dict[str, Any], steps: int) -> list[flo
     join(CPU, alone=True)
     clock, config = Clock(), our_config(directory, Path(tempfile.mkdtemp(dir=directory)), method, WARMUP_STEPS + 99)
 
-    def stop() -> bool:
+    def stop() -> None:
         clock()
         if len(clock.seconds) == WARMUP_STEPS + steps:
             raise _EnoughError
-        return False
 
     parts = assemble(config, *prepare(config, 1), CPU)
     with contextlib.suppress(_EnoughError):

@@ -77,8 +77,8 @@ def main() -> int:
                     found[epochs][kind].append(losses(Path(name), kind, seed, epochs))
                     print(f"{epochs} epochs, seed {seed}, {kind}: {found[epochs][kind][-1]}", flush=True)
     off = {epochs: _off(runs) for epochs, runs in found.items()}
-    for epochs, kinds in off.items():
-        for kind, values in kinds.items():
+    for epochs, compared in off.items():
+        for kind, values in compared.items():
             for what, each in values.items():
                 shown = "  ".join(f"{100 * value:+.2f} %" for value in each)
                 print(f"{epochs:2} epochs  {kind:6} {what:11} {shown}")

@@ -22,8 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.attention import ARCHITECTURE, TOKENIZER, write_rows
+from benchmarks.attention import ARCHITECTURE, write_rows
 from benchmarks.record import write_result
+from raytune_fsdp.demo import TOKENIZER
 
 LENGTH = 512
 NODES = ("a", "b")
@@ -106,7 +107,7 @@ def train(
     )  # fmt: skip
     hold(storage)
     counted = Turns(*turns)
-    clock.time = counted  # type: ignore[assignment]
+    clock.time = counted  # type: ignore[assignment,attr-defined]  # in place of its module `time`
     parts = assemble(config, *prepare_on_rank0(config), torch.device("cpu"), LauncherHooks(peers=storage))
     copies = parts.saves.copies
     assert copies is not None

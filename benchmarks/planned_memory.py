@@ -183,8 +183,8 @@ LATER = ("20M GPT-2, hybrid_shard", "40M Gemma 3, QLoRA")
 def config_of(directory: Path, architecture: Mapping[str, Any], sections: Mapping[str, Any], world: int) -> Any:
     """A run of a few steps on rows that nobody trains on."""
     rows = directory / "rows.jsonl"
-    sections = copy.deepcopy(dict(sections))
-    length = sections.pop("seq_len", 512)
+    chosen = copy.deepcopy(dict(sections))
+    length = chosen.pop("seq_len", 512)
     if not rows.exists():
         row = json.dumps({"input_ids": [index % 500 for index in range(length)]})
         rows.write_text(f"{row}\n" * _ROWS)
@@ -197,12 +197,12 @@ def config_of(directory: Path, architecture: Mapping[str, Any], sections: Mappin
         "cluster": {"launch": "local", "device": "cpu"},
         "export": {"at_end": False},
     }
-    if "method" in sections:  # adapters are beside weights of a model
+    if "method" in chosen:  # adapters are beside weights of a model
         base = directory / "base"
         network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture), dtype=torch.bfloat16)
         network.save_pretrained(base)
         values["model"] |= {"init": "pretrained", "path": str(base), "architecture": None}
-    for section, fields in sections.items():
+    for section, fields in chosen.items():
         values[section] = {**values.get(section, {}), **fields}
     return FinetuneConfig.model_validate(values)
 

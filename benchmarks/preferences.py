@@ -118,7 +118,7 @@ class Ours:
         return tokens / seconds
 
 
-class _Clock(TrainerCallback):  # type: ignore[misc]
+class _Clock(TrainerCallback):
     """Processor seconds of each step."""
 
     def __init__(self) -> None:

@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.attention import ARCHITECTURE, TOKENIZER, WARMUP_STEPS, write_rows
+from benchmarks.attention import ARCHITECTURE, WARMUP_STEPS, write_rows
 from benchmarks.record import write_result
+from raytune_fsdp.demo import TOKENIZER
 from tests.ranks import run_ranks
 
 LENGTH = 512

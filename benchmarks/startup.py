@@ -185,8 +185,8 @@ class Bare:
 @contextmanager
 def cluster(directory: Path, workers: int, cpus: int) -> Iterator[tuple[Nodes, dict[str, str]]]:
     """Nodes that have room for one rank each, and one more than are needed; and their names by Ray's."""
-    plain = {"PYTHONPATH": str(REPOSITORY)}  # without the faults of tests
-    with Nodes(directory, head_cpus=cpus - workers, **plain) as nodes:
+    # PYTHONPATH: without the faults of tests.
+    with Nodes(directory, head_cpus=cpus - workers, PYTHONPATH=str(REPOSITORY)) as nodes:
         yield nodes, {nodes.add(f"n{number}", gpus=0, ranks=1): f"n{number}" for number in range(1, workers + 2)}
 
 

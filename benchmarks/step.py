@@ -88,19 +88,18 @@ class Clock:
         self._since: float | None = None
         self.seconds: list[float] = []
 
-    def __call__(self) -> bool:
+    def __call__(self) -> None:  # as `stop` of loop.train: go on
         if self._since is not None:
             self.seconds.append(time.process_time() - self._since)
         self._next_turn()
         self._since = time.process_time()
-        return False  # as `stop` of loop.train: go on
 
     def per_token(self, tokens: int) -> float:
         """Of steps with so many tokens."""
         return fmean(self.seconds[WARMUP_STEPS:]) / tokens
 
 
-Variant = Callable[[Callable[[], bool]], list[float]]
+Variant = Callable[[Callable[[], None]], list[float]]
 """Trains, calls what it is given at the start of every step, and returns the loss of every step."""
 
 
@@ -126,7 +125,7 @@ def make_inputs(directory: Path, total_steps: int, seq_len: int) -> np.ndarray:
     return ids
 
 
-def bare(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[float]:
+def bare(directory: Path, ids: np.ndarray, on_step: Callable[[], None]) -> list[float]:
     model = LlamaForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
@@ -146,7 +145,7 @@ def bare(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[
 
 
 def ours(
-    directory: Path, ids: np.ndarray, on_step: Callable[[], bool], *, trackers: bool = False, documents: bool = False
+    directory: Path, ids: np.ndarray, on_step: Callable[[], None], *, trackers: bool = False, documents: bool = False
 ) -> list[float]:
     storage = Path(tempfile.mkdtemp(dir=directory))
     rows = {"path": str(directory / "rows.jsonl"), "format": {"type": "tokens", "labels": None}}
@@ -169,10 +168,10 @@ def ours(
     parts = assemble(config, *prepare(config, 1), torch.device("cpu"))
     steps = itertools.count()
 
-    def committed() -> bool:
+    def committed() -> None:
         # MLflow gets what is committed: here every step.
         parts.tracker.event(names.SAVED, step=next(steps))
-        return on_step()
+        on_step()
 
     while trackers and not parts.tracker.state():
         time.sleep(0.1)  # until MLflow is imported and its run open: that is start-up, not training
@@ -183,7 +182,7 @@ def ours(
     return losses
 
 
-def trainer(directory: Path, ids: np.ndarray, on_step: Callable[[], bool]) -> list[float]:
+def trainer(directory: Path, ids: np.ndarray, on_step: Callable[[], None]) -> list[float]:
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -242,7 +241,7 @@ def tracker_seconds(directory: Path, ids: np.ndarray) -> dict[str, float]:
     """Processor time per token of the trackers' threads, while steps are trained and logged."""
     at: dict[str, list[float]] = {"mlflow": [], "tensorboard": []}
 
-    def look() -> bool:
+    def look() -> None:
         now = dict.fromkeys(at, 0.0)
         for thread in threading.enumerate():
             # tensorboardX writes in a thread of its own.
@@ -251,7 +250,6 @@ def tracker_seconds(directory: Path, ids: np.ndarray) -> dict[str, float]:
                 now[name] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         for name, seconds in now.items():
             at[name].append(seconds)
-        return False
 
     ours(directory, ids, look, trackers=True)
     measured = {name: seconds[WARMUP_STEPS:] for name, seconds in at.items()}

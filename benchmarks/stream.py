@@ -135,7 +135,7 @@ def run(directory: Path, rows: int, datasets: int, steps: int, micro_batches: li
     print(f"census: {counted.windows} windows, {counted.total.rows / seconds:.0f} rows/s of text")
     print("  ".join(f"{name:>8}" for name in COLUMNS))
     lines = []
-    actors = [Rank.remote() for _ in range(2)]
+    actors = [Rank.remote() for _ in range(2)]  # type: ignore[attr-defined]  # what ray makes of a class has no types
     ray.get([actor.__ray_ready__.remote() for actor in actors])
 
     def add(windows: Windows, *, cached: bool, ranks: int, micro_batch: int, most: int, ms: int = 0) -> None:

@@ -53,11 +53,11 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 """Type of the weights, and `optim`."""
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):
     """Counts operations as a prediction does."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.count = Count(0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ def step(case: str, execution: Execution, rows: int) -> None:
         weights = Trained(trained(model), groups_of(model, config), lr=0.1, seed=0, stochastic_rounding=False)
         optimizer: Any = Muon(weights, {"weight": lambda whole: [whole]}, None, config.optimizer, execution)
     else:
-        optimizer = build_optimizer(model, config, execution=execution)  # type: ignore[arg-type]
+        optimizer = build_optimizer(model, config, execution=execution)
     with patch("raytune_fsdp.step.optim.muon.orthogonal", lambda matrix, _: matrix):  # its products are not counted
         optimizer.step(1.0, torch.zeros(()))
 
@@ -109,6 +109,7 @@ def scheduled(run: Callable[[], None]) -> list[Count]:
     found: list[Count] = []
 
     def count(graph: GraphLowering) -> None:
+        assert isinstance(graph.module, torch.fx.GraphModule) and graph.example_inputs is not None
         found.append(scheduled_for_gpu(graph.module, graph.example_inputs, graph._shape_env))
         raise NotImplementedError("counted")
 

@@ -102,7 +102,8 @@ def pieces_of(size: str, gib: float | None = None, plans: Plans | None = None) -
     fits = gib is None or 16 * numbers_in(scale.large) / 2**30 <= gib
     whole, other = (scale.large, scale.medium) if fits else (scale.medium, scale.large)
     train, lora = partial(_train, plans, scale), partial(_lora, plans, scale)
-    small, few = {"size": scale.small, "micro": 2, "steps": scale.steps}, scale.few
+    small: dict[str, Any] = {"size": scale.small, "micro": 2, "steps": scale.steps}
+    few = scale.few
     first = [
         Piece(name="ceilings", kind="ceilings", seconds=25, usual=20, least=10,
               run=partial(ceilings, **scale.ceilings)),
@@ -334,7 +335,7 @@ def losses(
     def step(loss: Callable[[], torch.Tensor]) -> float:
         hidden.grad = weight.grad = None
         mean = loss() / tokens
-        mean.backward()  # type: ignore[no-untyped-call]
+        mean.backward()
         return mean.item()
 
     ways: dict[str, Callable[[], torch.Tensor]] = {

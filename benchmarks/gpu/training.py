@@ -275,7 +275,7 @@ def trl(device: str, directory: Path, keep: Keep, *, size: str, micro: int, step
     vocabulary, seq_len = SIZES[size]["vocab_size"], SIZES[size]["seq_len"]
     marks: list[float] = []
 
-    class Marks(TrainerCallback):  # type: ignore[misc]
+    class Marks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step in (WARMUP_STEPS, WARMUP_STEPS + steps):
                 synchronize(at)
