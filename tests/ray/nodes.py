@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
