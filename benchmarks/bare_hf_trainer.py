@@ -1,6 +1,6 @@
 """What people write who use Hugging Face's Trainer under Ray Train: the other side of benchmarks/end_to_end.py.
 
-    python benchmarks/bare_hf_trainer.py CONFIG MARKS
+    python -m benchmarks.bare_hf_trainer CONFIG MARKS
 
 CONFIG is a config of ours; of it are the files, the model, the batch and the steps. MARKS gets a line for each step of
 rank 0. As in Ray's guide to Transformers and in Hugging Face's example of causal language modelling: rows are read by

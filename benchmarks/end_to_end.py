@@ -124,9 +124,8 @@ def run_once(side: str, workers: int, steps: int, rows: Path, seq_len: int) -> d
             arguments = [str(REPOSITORY / "jobs" / "finetune.py"), "--config", str(file)]
         else:
             env["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token into the home directory
-            arguments = [
-                str(REPOSITORY / "benchmarks" / "bare_hf_trainer.py"), str(file), str(directory / "marks.jsonl")
-            ]  # fmt: skip
+            # Not the file: next to it is a kernels.py, which transformers would take for the library of that name.
+            arguments = ["-m", "benchmarks.bare_hf_trainer", str(file), str(directory / "marks.jsonl")]
         with Command(arguments, directory / f"{side}-{workers}.log", env) as command:
             seconds = command.finish(400)
         taken, built = of_ours(directory) if side != "bare" else (of_bare(directory, seq_len), None)
