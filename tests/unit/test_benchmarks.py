@@ -95,7 +95,7 @@ def run(name: str, directory: Path) -> int | None:
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=command, args=(name, directory))
     process.start()
-    process.join(300)
+    process.join(500)  # sweep takes 170 s alone here, and 300 and more next to another one that starts Ray
     ended = process.exitcode
     process.kill()
     process.join()
