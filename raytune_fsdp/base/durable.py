@@ -90,9 +90,9 @@ def replace_at_once(path: Path, *parts: bytes | Buffer, private: bool = False) -
 
 
 def take_turn(handle: int, seconds: float, look_seconds: float) -> None:
-    """Keep other processes that take turns with an open file waiting until it is closed.
+    """Wait for the lock of an open file, and keep it until the file is closed.
 
-    Where storage has no locks, or who has this one does not go on for these seconds, go on without it.
+    Go on without it if the storage has no locks, or if another process keeps this one for longer than `seconds`.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -149,7 +149,7 @@ def carry_reward(c: Translation, center: str = "") -> None:
 
 
 def without_head(c: Translation, saved: str) -> None:
-    """Carry the modules that are trained whole beside adapters, but the head, which is trained in any case.
+    """Carry the modules that are trained whole along with adapters; not the head, which always is.
 
     `saved`: their key. Elsewhere a head that it does not name stays as it was drawn.
     """

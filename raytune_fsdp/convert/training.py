@@ -28,7 +28,8 @@ from raytune_fsdp.convert.schedules import AHEAD, schedule, warmup
 from raytune_fsdp.convert.sharding import FSDP_OPTIONS, activation_checkpointing, fsdp
 
 _LONGEST_SECONDS = 86400
-"""Of a collective. LLaMA-Factory's examples have 180,000,000, so that ranks can wait while one prepares the data."""
+"""How long a collective may take. LLaMA-Factory's examples have 180,000,000, so that ranks can wait while one prepares
+the data."""
 
 
 def precision(c: Translation, *, default: str) -> str:

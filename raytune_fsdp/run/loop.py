@@ -47,7 +47,7 @@ class RankRun:
     objective: Objective
     sums: Sums
     compilers: Mapping[str, Compiler]
-    """Those of layers and of updates, where they are compiled, by what the record calls these."""
+    """The compilers of layers and of updates, if these are compiled, by their names in the record."""
     generates_with: str
     """The attention of transformers that writes answers."""
     tokenizer: PreTrainedTokenizerBase

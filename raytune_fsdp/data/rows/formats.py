@@ -163,7 +163,7 @@ class Formatter:
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self._in_text = SpecialTokens(self._special, special_tokens)
         self.templates: tuple[ChatTemplate, ...] = ()
-        """Those of conversations without tools and with them; none if the format needs none."""
+        """The templates for conversations without tools and with them; empty if the format needs none."""
         self._habits: dict[tuple[bool, bool], Habits] = {}
         if isinstance(format, TokensFormat):
             return
