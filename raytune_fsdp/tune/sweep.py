@@ -89,7 +89,7 @@ def sweep(
             return signals.count + requests.stopping()
 
         try:
-            with ray_for(first, spec.concurrent, begun.threads) as cluster:
+            with ray_for(first, spec.concurrent, begun.threads, place.path) as cluster:
                 if cluster.about is not None:
                     board.say(f"Ray for all trials: {cluster.about}")
                 signals.hold()  # from here on they are looked at between two looks at the trials

@@ -13,7 +13,10 @@ import pytest
 
 from raytune_fsdp.config.load import load_config
 from raytune_fsdp.demo import CONVERSATIONS, TOKENIZER
+from raytune_fsdp.launch.ray.forked.process import LOG
+from raytune_fsdp.launch.ray.forked.templates import directory_of
 from raytune_fsdp.record.jsonl import each_event
+from tests.mlflow_server import until
 from tests.ray.jobs import Nodes
 from tests.ray.test_head import LIMIT, another_head
 from tests.running_sweeps import SweepCommand, gone, spec_of
@@ -36,10 +39,14 @@ def test_one_ray_for_all_trials_and_nothing_is_left(tmp_path: Path, monkeypatch:
     assert local.end() == 0, local.said
     sweep = SweepCommand(tmp_path, on_ray(tmp_path, "ray"))
     sweep.until(lambda: b'"value"' in sweep.log)
+    forks = directory_of(sweep.place, "1")
+    assert (forks / LOG).read_text().count("ready") == 1, "the workers of all trials come from one process"
     left = sweep.kill()
     assert gone(left, GONE_SECONDS), left
+    until(lambda: not forks.exists(), GONE_SECONDS, "its template is left")
     sweep.start()
     assert sweep.end() == 0, sweep.said
+    until(lambda: not forks.exists(), GONE_SECONDS, "its template is left")
     assert sweep.said.count("Ray for all trials: started on this machine") == 1
     assert sweep.log == local.log and sweep.trajectories() == local.trajectories()
 

@@ -29,6 +29,7 @@ from raytune_fsdp.launch.ray.forked.process import (
     ASK,
     DIRECTORIES,
     LAUNCHER,
+    SHARED,
     SOCKET,
     Wanted,
     difference,
@@ -436,6 +437,16 @@ def test_another_number_of_threads_and_another_tree_have_other_templates(
     monkeypatch.setattr(raytune_fsdp, "__path__", [str(tmp_path)])
     three = templates.Templates(ClusterConfig(), tmp_path).runtime_env()
     assert len({each["py_executable"] for each in (one, two, three)}) == 3
+
+
+def test_trials_of_a_sweep_have_the_same_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def programs() -> list[str]:
+        runs = [templates.Templates(ClusterConfig(), tmp_path / name) for name in ("rates-000", "rates-001")]
+        return [each.runtime_env()["py_executable"] for each in runs]
+
+    assert len(set(programs())) == 2
+    monkeypatch.setenv(SHARED, str(tmp_path / "rates"))
+    assert len(set(programs())) == 1
 
 
 @pytest.mark.parametrize("lib", ["lib", "lib64"])

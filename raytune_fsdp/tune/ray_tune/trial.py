@@ -26,6 +26,7 @@ from raytune_fsdp.checkpoint.on_demand import Asking, StopRequest
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.notices import STOP_SECONDS as STOP_SECONDS_VARIABLE
 from raytune_fsdp.launch.notices import seconds_in
+from raytune_fsdp.launch.ray.forked.process import SHARED
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import PLAN_FILE, RunDir
 from raytune_fsdp.record import names
@@ -210,6 +211,7 @@ class RunTrial(Trainable):  # type: ignore[misc]
                 address=None if context is None else context.gcs_address,
                 runtime_env={} if context is None else dict(context.runtime_env),
             )
+            env[SHARED] = str(RunDir.of(self._base).path)
             self._driver = RunDriver(cwd=self._cwd, env=env, log=log)
         _free(self._place, self._seconds)
         self._driver.train(self._config, log, stop_seconds=self._seconds)

@@ -11,12 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.base.untrusted import MIB
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.environment import with_package
+from raytune_fsdp.launch.ray.forked.process import SHARED
 
 _BESIDE_SECONDS = 120.0
 """How long the process that starts Ray may take besides, for its imports."""
@@ -57,9 +59,9 @@ def _without_ray(config: FinetuneConfig) -> bool:
 
 
 @contextmanager
-def ray_for(config: FinetuneConfig, trials: int, threads: int | None) -> Iterator[TrialsRay]:
+def ray_for(config: FinetuneConfig, trials: int, threads: int | None, shared: Path) -> Iterator[TrialsRay]:
     """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial. `threads`: of each rank,
-    without Ray; None: not said here."""
+    without Ray; None: not said here. `shared`: by which they share the processes that their workers are forked from."""
     if _without_ray(config):
         yield TrialsRay(None, {"variables": {} if threads is None else {_OMP: str(threads)}})
         return
@@ -67,14 +69,19 @@ def ray_for(config: FinetuneConfig, trials: int, threads: int | None) -> Iterato
     asked = {
         "workers": trials * (cluster.most or 1), "cpus_per_worker": cluster.cpus_per_worker,
         "device": cluster.device, "start_seconds": cluster.start_seconds,
+        # What a user gives ranks may be secret, and command lines are not: where it is, the first trial's template is
+        # the first.
+        "fork_workers": cluster.fork_workers and not cluster.env,
     }  # fmt: skip
+    variables = {SHARED: str(shared)}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "raytune_fsdp.launch.ray.held", json.dumps(asked)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=with_package(os.environ),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=with_package({**os.environ, **variables}),
         start_new_session=True,  # so that Ctrl-C does not end the Ray before its trials
     )  # fmt: skip
     try:
-        yield TrialsRay(process, _told(process, cluster.start_seconds + _BESIDE_SECONDS))
+        told = _told(process, cluster.start_seconds + _BESIDE_SECONDS)
+        yield TrialsRay(process, {**told, "variables": {**told.get("variables", {}), **variables}})
     finally:
         assert process.stdin is not None
         with suppress(OSError):

@@ -19,6 +19,8 @@ DIRECTORIES = "raytune-forks-"
 """How the names of these directories begin."""
 OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
 """Variables that differ between processes, and that nothing reads. SPT_NOENV is set by setproctitle in Ray's own."""
+SHARED = "RAYTUNE_FSDP_FORKS"
+"""Variable with the directory of what several runs have in common, such as a sweep: they share its templates."""
 OMP = "OMP_NUM_THREADS"
 """torch and OpenBLAS read this when they are imported; Ray sets it afterwards, in the worker, unless a user has."""
 

@@ -1,4 +1,8 @@
-"""The templates of a run, as its driver has them: where there is one, what Ray starts instead of Python, until when."""
+"""The templates of a run, as its driver has them: where there is one, what Ray starts instead of Python, until when.
+
+The trials of a sweep share them. One that had its own would begin it at its first step, and on two cores that took as
+long as the training of sixty steps.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ from raytune_fsdp.launch.ray.forked.process import (
     DIRECTORIES,
     LAUNCHER,
     LOG,
+    SHARED,
     SOCKET,
     is_relative,
     of_process,
@@ -57,12 +62,13 @@ same Ray at the same place, else the Python that the worker's Ray is installed i
 
 
 class Templates:
-    """Where the workers of one run may be forked."""
+    """Where the workers of one run, or of runs that share them, may be forked."""
 
     def __init__(self, config: ClusterConfig, run_dir: Path) -> None:
         self._threads = str(config.cpus_per_worker)  # as Ray sets OMP_NUM_THREADS for a rank
         self._env = config.env
-        self._directory = directory_of(run_dir, self._threads)
+        self._shared = os.environ.get(SHARED)
+        self._directory = directory_of(Path(self._shared or run_dir), self._threads)
         self._here: Future[socket.socket | None] | None = None
         self._actors: dict[str, Any] = {}
         self.used = config.fork_workers and possible()
@@ -92,7 +98,12 @@ class Templates:
             self._actors[node] = started_on(node, _OWNER, str(self._directory), self._threads, self._env)
 
     def end_on_nodes(self) -> None:
-        """End those of a cluster: the run is over, or will be begun again by another command at another time."""
+        """End those of a cluster: the run is over, or will be begun again by another command at another time.
+
+        Shared ones are left to the next run: a minute after the last one they end by themselves.
+        """
+        if self._shared:
+            return
         with suppress(RayError):
             ray.get([actor.end.remote() for actor in self._actors.values()], timeout=_ENDS_SECONDS)
 
