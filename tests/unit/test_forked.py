@@ -23,6 +23,7 @@ import pytest
 import raytune_fsdp
 from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.environment import settings_of_nccl
 from raytune_fsdp.launch.ray.forked import ask, template, templates
 from raytune_fsdp.launch.ray.forked.messages import receive
 from raytune_fsdp.launch.ray.forked.process import (
@@ -36,6 +37,7 @@ from raytune_fsdp.launch.ray.forked.process import (
     of_process,
     worker_of_ray,
 )
+from tests.records import make_config
 
 pytestmark = pytest.mark.thorough
 PACKAGE = Path(raytune_fsdp.__file__).parent
@@ -341,6 +343,17 @@ def test_code_that_was_written_meanwhile_is_not_what_it_has_imported(tmp_path: P
     templates.release(kept)
 
 
+def test_it_ends_with_its_last_driver(tmp_path: Path) -> None:
+    """A sweep that was killed may still wait for its trials when the next one has begun: they share a template."""
+    (tmp_path / "a_module_of_code.py").touch()
+    node = Node(tmp_path / "t", names="a_module_of_code")
+    first, second = node.connected(), node.connected()
+    templates.release(first)
+    assert node.facts()["forked"]
+    templates.release(second)
+    until(lambda: not node.directory.exists() and not node.processes(), 20.0)
+
+
 def test_the_template_of_a_killed_driver_serves_the_next_one_or_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +514,8 @@ def test_variables_that_count() -> None:
     env = {"A": "1", "PS1": "$", "RAY_JOB_ID": "01", "RAY_TRAIN_X": "1", "NCCL_DEBUG": "x"}
     assert of_process(env) == {"A": "1"}
     assert difference({"A": "1", "B": "1"}, {"A": "1", "C": "1"}) == "B, C"
+    given = settings_of_nccl(make_config(run={"deterministic": True}, cluster={"device": "cuda"}), {})
+    assert given and of_process(given) == {}, "ranks on GPUs would never be forked"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 """A Ray for several commands on this machine, held by a process of its own until the last of them has ended.
 
-    python -m raytune_fsdp.launch.ray.held '{"workers": 4, "cpus_per_worker": 1, "device": "cpu", "start_seconds": 300}'
+    RAYTUNE_FSDP_FORKS=runs/rates python -m raytune_fsdp.launch.ray.held \\
+        '{"workers": 4, "cpus_per_worker": 1, "device": "cpu", "start_seconds": 300}'
 
 It prints a line of JSON: the variables with which other processes join that Ray, or none where they find a cluster by
 themselves. On its input it is told, a line each, the ids of these processes. When the input ends, whoever asked for the
 Ray has ended or was killed: the processes that still use it may commit a checkpoint before it goes.
 
-With the Ray it holds the template that their workers are forked from. SHARED, in its environment and theirs, is what
-they share it by.
+With the Ray it holds the template that their workers are forked from, which RAYTUNE_FSDP_FORKS names here and there.
 """
 
 from __future__ import annotations

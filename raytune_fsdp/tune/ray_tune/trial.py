@@ -211,7 +211,7 @@ class RunTrial(Trainable):  # type: ignore[misc]
                 address=None if context is None else context.gcs_address,
                 runtime_env={} if context is None else dict(context.runtime_env),
             )
-            env[SHARED] = str(RunDir.of(self._base).path)
+            env[SHARED] = f"{RunDir.of(self._base).path}-*"  # the trials: a run of the base itself is none of them
             self._driver = RunDriver(cwd=self._cwd, env=env, log=log)
         _free(self._place, self._seconds)
         self._driver.train(self._config, log, stop_seconds=self._seconds)

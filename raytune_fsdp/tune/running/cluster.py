@@ -61,7 +61,7 @@ def _without_ray(config: FinetuneConfig) -> bool:
 @contextmanager
 def ray_for(config: FinetuneConfig, trials: int, threads: int | None, shared: Path) -> Iterator[TrialsRay]:
     """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial. `threads`: of each rank,
-    without Ray; None: not said here. `shared`: by which they share the processes that their workers are forked from."""
+    without Ray; None: not said here. `shared`: names the processes that their workers are forked from."""
     if _without_ray(config):
         yield TrialsRay(None, {"variables": {} if threads is None else {_OMP: str(threads)}})
         return
@@ -69,8 +69,7 @@ def ray_for(config: FinetuneConfig, trials: int, threads: int | None, shared: Pa
     asked = {
         "workers": trials * (cluster.most or 1), "cpus_per_worker": cluster.cpus_per_worker,
         "device": cluster.device, "start_seconds": cluster.start_seconds,
-        # What a user gives ranks may be secret, and command lines are not: where it is, the first trial's template is
-        # the first.
+        # cluster.env may hold secrets, and everybody can read a command line: with it, a trial begins the template.
         "fork_workers": cluster.fork_workers and not cluster.env,
     }  # fmt: skip
     variables = {SHARED: str(shared)}

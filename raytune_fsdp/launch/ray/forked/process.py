@@ -19,8 +19,11 @@ DIRECTORIES = "raytune-forks-"
 """How the names of these directories begin."""
 OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
 """Variables that differ between processes, and that nothing reads. SPT_NOENV is set by setproctitle in Ray's own."""
+_LATE = ("RAY_", "NCCL_", "FLASH_ATTENTION_DETERMINISTIC")
+"""How variables begin that are read after the fork: Ray is imported there, NCCL reads its own when ranks join, and
+transformers that one in each pass."""
 SHARED = "RAYTUNE_FSDP_FORKS"
-"""Variable with the directory of what several runs have in common, such as a sweep: they share its templates."""
+"""Variable that names what several runs belong to, such as the directory of a sweep: they share templates."""
 OMP = "OMP_NUM_THREADS"
 """torch and OpenBLAS read this when they are imported; Ray sets it afterwards, in the worker, unless a user has."""
 
@@ -56,8 +59,7 @@ def worker_of_ray() -> Path:
 
 def of_process(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a module may have read when it was imported."""
-    late = ("RAY_", "NCCL_")  # Ray is imported in the fork; NCCL reads its own when ranks join
-    return {name: value for name, value in env.items() if not name.startswith(late) and name not in OF_SHELLS}
+    return {name: value for name, value in env.items() if not name.startswith(_LATE) and name not in OF_SHELLS}
 
 
 def is_relative(env: Mapping[str, str]) -> bool:

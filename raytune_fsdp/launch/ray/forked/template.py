@@ -10,8 +10,8 @@ another environment, code that was written after it was imported, another Ray, o
 has asked then starts Python.
 
 It outlives a driver that is killed, and serves the next command of the run, which asks within seconds; where it would
-refuse the forks of that one, it makes room for another template. It ends when a driver says so, or once nobody has
-wanted it for a minute.
+refuse the forks of that one, it makes room for another template. Runs of a sweep share it, so it may have several
+drivers. It ends when the last one says so, or once nobody has wanted it for a minute.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class NodeTemplate:
                 elif isinstance(key.data, Begun):
                     self._heard(key.data, ended=key.fileobj == key.data.end)
                     break  # what else was ready may have been closed with it
-                elif key.fileobj.recv(64):  # type: ignore[union-attr]
-                    return None  # its driver has done; workers are Ray's
                 else:
                     self._owners -= 1
+                    if _has_said_end(key.fileobj) and not self._owners:  # type: ignore[arg-type]
+                        return None  # its last driver has done; workers are Ray's
                     self._drop(key.fileobj)  # type: ignore[arg-type]
             if self._owners or self._forks:
                 self._wanted = time.monotonic()
@@ -246,6 +246,13 @@ class NodeTemplate:
             self._drop(begun.connection)
         self._drop(begun.end)
         begun.gate.close()
+
+
+def _has_said_end(driver: socket.socket) -> bool:
+    """Return whether a driver has done, and not only gone."""
+    with suppress(ConnectionResetError):  # it was killed before it read what it was told
+        return bool(driver.recv(64))
+    return False
 
 
 def _answer(connection: socket.socket, *, pid: int | None) -> None:

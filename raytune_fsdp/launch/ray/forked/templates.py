@@ -1,7 +1,6 @@
 """The templates of a run, as its driver has them: where there is one, what Ray starts instead of Python, until when.
 
-The trials of a sweep share them. One that had its own would begin it at its first step, and on two cores that took as
-long as the training of sixty steps.
+The trials of a sweep share them: a trial with its own would begin it at its first step.
 """
 
 from __future__ import annotations
@@ -189,10 +188,10 @@ def _begun_as(env: Mapping[str, str]) -> str:
 
 
 def _taken_over(directory: Path, begun_as: str) -> socket.socket | None:
-    """Return the connection to the template that a killed driver of this run has left.
+    """Return the connection to the template that is there: a killed driver of this run has left it, or it is shared.
 
-    None if there is none, or none that would serve this driver: that one ends once its last forks have. Raises
-    TimeoutError if these do not end.
+    None if there is none, or none that would serve this driver: that one ends once its last forks have, and its last
+    driver. Raises TimeoutError if these do not end.
     """
     until = time.monotonic() + _BEGINS_SECONDS
     while time.monotonic() < until:
@@ -228,7 +227,7 @@ def _connected(directory: Path, until: float) -> socket.socket | None:
 
 
 def release(connection: socket.socket) -> None:
-    """End the template at the other end of this connection."""
+    """End the template at the other end of this connection, unless another driver has it, too."""
     with suppress(OSError):
         connection.sendall(b"end")
         connection.close()
