@@ -28,6 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, by the first test that multiplies on a GPU
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in what a shell script starts behind it: our children would inherit that, and no Ctrl-C would end them.

@@ -21,6 +21,8 @@ from raytune_fsdp.predict.devices import Device, find_device
 _CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 _SECONDS = 0.5
 """Of each measurement, after a warm-up."""
+_LOOK_SECONDS = 10.0
+"""How long nvidia-smi may take."""
 
 
 def ceilings(
@@ -92,10 +94,16 @@ def _clocks(device: torch.device, side: int) -> str | None:
     if device.type != "cuda":
         return None
     left = torch.randn(side, side, device=device).bfloat16()
-    for _ in range(400):  # seconds of work, queued
-        left @ left
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader", "-i", "0"]
-    with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-        return ", ".join(f"{name} {value.strip()}" for name, value in zip(_CLOCKS, said.split(","), strict=True))
+    with suppress(OSError):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as smi:
+            until = time.monotonic() + _LOOK_SECONDS
+            while smi.poll() is None and time.monotonic() < until:  # it takes longer to start than the GPU for hundreds
+                for _ in range(20):
+                    left @ left
+                synchronize(device)
+            smi.kill()
+            said = smi.communicate()[0].strip()
+        if smi.returncode == 0:
+            return ", ".join(f"{name} {value.strip()}" for name, value in zip(_CLOCKS, said.split(","), strict=True))
     return None

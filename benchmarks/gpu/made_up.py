@@ -7,7 +7,6 @@ zeros draws less power.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,11 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from raytune_fsdp.base.random import derive_key
 from raytune_fsdp.demo import TOKENIZER
-from raytune_fsdp.model.weights.source import FileWeights, RandomWeights
+from raytune_fsdp.model.weights.source import FileWeights
 
 
 @contextmanager
@@ -28,11 +28,11 @@ def drawn_on(device: torch.device) -> Iterator[None]:
     """Have the weights of runs in this context drawn on their device: those of files, too, whatever is in them."""
 
     @torch.no_grad()
-    def draw(self: RandomWeights, unit: str) -> dict[str, torch.Tensor]:
-        module = copy.deepcopy(self._units[unit]).to_empty(device=device)
-        torch.manual_seed(derive_key("weights", self._seed, unit))
+    def draw(network: PreTrainedModel, unit: str, module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+        module.to_empty(device=device)
+        torch.manual_seed(derive_key("weights", seed, unit))
         for child in reversed(list(module.modules())):
-            self._twin._init_weights(child)
+            network._init_weights(child)
         return {f"{unit}.{name}": tensor for name, tensor in module.state_dict().items()}
 
     def read(self: FileWeights, name: str, start: int, stop: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def drawn_on(device: torch.device) -> Iterator[None]:
         return rows.normal_(0.0, 0.02) if columns else rows.fill_(1.0)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(RandomWeights, "_draw", draw))
+        stack.enter_context(mock.patch("raytune_fsdp.model.weights.source._drawn", draw))
         stack.enter_context(mock.patch.object(FileWeights, "read", read))
         # Nothing is in the file that a hash could be of.
         stack.enter_context(mock.patch("raytune_fsdp.run.base_model.digests", lambda *_, **__: {}))

@@ -227,7 +227,7 @@ def tests_on_the_device(device: str, directory: Path, keep: Keep) -> dict[str, A
     """tests/gpu, whose tests skip themselves where there is no GPU. What is known is kept after each test."""
     # Without the project's own options, which refuse settings of plugins that a bare machine does not have.
     options = ["-v", "--tb=short", "-o", "addopts=", "-p", "no:cacheprovider", f"--basetemp={directory / 'temporary'}"]
-    command = [sys.executable, "-m", "pytest", "tests/gpu", *options]
+    command = [sys.executable, "-m", "pytest", *_TESTS, *options]
     lines: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2]
@@ -242,6 +242,8 @@ def tests_on_the_device(device: str, directory: Path, keep: Keep) -> dict[str, A
     return of_tests(lines)
 
 
+_TESTS = [f"tests/gpu/test_{name}.py" for name in ("kernels", "memory", "same_bits", "updates", "gpu")]
+"""The last ones train a dozen runs, and time may not suffice for them."""
 _OUTCOME = re.compile(r"^(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 

@@ -143,7 +143,7 @@ def run_steps(config: FinetuneConfig, device: torch.device, enough: Callable[[in
         if enough(next(numbers)):
             raise EnoughError
 
-    with numerics(config.parallel, device, deterministic=config.run.deterministic):
+    with numerics(config.parallel, device, deterministic=config.run.repeats_bits):
         parts = assemble(config, prepared, standing, device)
         status: Status = "failed"
         try:

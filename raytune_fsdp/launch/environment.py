@@ -46,7 +46,8 @@ def settings_of_nccl(config: FinetuneConfig, known: Mapping[str, str]) -> dict[s
     """Return the variables that a rank needs in its environment before it joins the others."""
     if not config.run.repeats_bits or config.cluster.device == "cpu":
         return {}
-    # Switches that add up (NVLS) do so in another order each time. torch itself excludes them in its deterministic
-    # mode, but only if that is on when the group is made. Of flash attention transformers asks it nothing.
-    alike = {"NCCL_ALGO": "^NVLS", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+    # Switches that add up do so in another order each time, within a node (NVLS) and between nodes (NVLSTree): NCCL
+    # compares whole names, and ^ holds for all of them. torch itself excludes the first in its deterministic mode, but
+    # only if that is on when the group is made. Of flash attention transformers asks it nothing.
+    alike = {"NCCL_ALGO": "^NVLS,NVLSTree", "FLASH_ATTENTION_DETERMINISTIC": "1"}
     return {name: value for name, value in alike.items() if name not in known}

@@ -80,6 +80,16 @@ def check_gpus(config: FinetuneConfig) -> None:
         raise ConfigError("cluster.device=cuda, but this machine has no GPU that torch can use: set cluster.device=cpu")
 
 
+def _check_gpus_of_torchrun(config: FinetuneConfig) -> None:
+    """Refuse fewer GPUs than ranks: those on the CPU would wait for the GPUs of other machines, and these for them."""
+    gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, ranks_here()
+    if config.cluster.device != "cpu" and 0 < gpus < ranks:
+        raise ConfigError(
+            f"torchrun has started {ranks} ranks on this machine, where torch can use {gpus} GPU{'s' * (gpus != 1)}: "
+            f"set --nproc-per-node={gpus}, or cluster.device=cpu"
+        )
+
+
 def run(
     config: FinetuneConfig,
     progress: Progress | None = None,
@@ -280,6 +290,7 @@ def _run_rank(
     trust_places: bool = False,
 ) -> tuple[RunInputs, ResumePoint]:
     """Run the rank of a process that torchrun started; rank 0 prepares for all."""
+    _check_gpus_of_torchrun(config)
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
     stop = StopFlag(insist=False)

@@ -197,6 +197,7 @@ def _device(name: str, sold_gb: int, seen_gib: float | None, bandwidth: float, l
 DEVICES = {row[0]: _device(*row) for row in _TABLE}
 """Devices by the names that a user writes."""
 
+
 _NO_PART_OF_A_NAME = {
     "nvidia", "amd", "tesla", "geforce", "instinct", "gpu", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam", "ac",
     "hbm2", "hbm2e", "hbm3", "hbm3e", "generation", "blackwell", "server", "workstation", "edition",
@@ -244,6 +245,12 @@ def find_device(name: str) -> Device:
     near = [plain[match] for match in get_close_matches(asked, plain, n=3, cutoff=0.4)]
     nearest = f"; the nearest are {', '.join(near)}" if near else ""
     raise ConfigError(f"the device {name!r} is not known{nearest}. To list all: {_LIST}")
+
+
+def most_memory(device: Device) -> int:
+    """Return the bytes of the largest device that Ray calls as it calls this one: by the first part of the name."""
+    alike = [each for name, each in DEVICES.items() if name == device.name or name.startswith(f"{device.name}-")]
+    return int(max(each.memory for each in alike))
 
 
 def device_of(found: Calibration) -> Device:

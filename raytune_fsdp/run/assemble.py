@@ -134,6 +134,8 @@ def assemble(
         saved=hooks.saved, uncommitted=opened.uncommitted, notices=hooks.notices, peers=hooks.peers,
     )  # fmt: skip
     _report(tracker, built, saves, hooks.predicted, None if given is None else reference, teacher)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # a step's peak is on record, not that of a reference's pass
     return RankRun(
         config=config,
         plan=plan,

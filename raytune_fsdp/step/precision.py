@@ -16,7 +16,9 @@ from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.precision.fp8 import check_gpu
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_REPEATS = ":4096:8"
+"""A value with which cuBLAS repeats its bits: 32 MiB, which is what torch gives it on Hopper anyway."""
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Precisions that compute in another type than the weights have; under fp8, all but the products of linear layers."""
@@ -63,16 +65,15 @@ def _repeatable() -> Iterator[None]:
     from torch._inductor import config as inductor
 
     memory: Any = torch.utils.deterministic
-    before = os.environ.get(_CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
-    # cuBLAS reads the variable when it is first used; without it torch refuses every product.
-    os.environ.setdefault(_CUBLAS, ":4096:8")
+    before = os.environ.get(CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
+    os.environ.setdefault(CUBLAS, CUBLAS_REPEATS)  # without it torch refuses every product
     inductor.deterministic = True  # otherwise it chooses kernels by trying which is faster
     memory.fill_uninitialized_memory = False  # filling takes time for nothing
     try:
         yield
     finally:
         if before[0] is None:
-            os.environ.pop(_CUBLAS, None)
+            os.environ.pop(CUBLAS, None)
         _, inductor.deterministic, memory.fill_uninitialized_memory = before
 
 

@@ -52,6 +52,7 @@ def train(directory: Path, name: str, *, steps: int = 20, **sections: dict[str, 
             "train": {"global_batch": 8, "micro_batch": 4, "max_steps": steps},
             "cluster": {"device": DEVICE, "workers": 1},
             **sections,
+            "parallel": {"compile": False, **sections.get("parallel", {})},  # to compile takes longer than to train
         },
     )
     gc.collect()

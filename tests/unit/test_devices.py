@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.predict.devices import DEVICES, GIB, find_device, link_speed
+from raytune_fsdp.predict.devices import DEVICES, GIB, find_device, link_speed, most_memory
 from raytune_fsdp.step.flops import PEAK_FLOPS, peak_flops
 
 TERA_OF = {
@@ -77,6 +77,11 @@ def test_memory_says_what_it_rests_on() -> None:
     assert (DEVICES["H200"].memory, DEVICES["H200"].memory_basis) == (139.80 * GIB, "reported")
     assert DEVICES["H800"].memory_basis == "reported for its size"
     assert (DEVICES["MI355X"].memory, DEVICES["MI355X"].memory_basis) == (288e9, "nominal")
+
+
+def test_a_run_is_not_refused_for_the_smallest_of_those_that_ray_calls_the_same() -> None:
+    assert most_memory(DEVICES["H100"]) == max(DEVICES["H100-NVL"].memory, DEVICES["H100-96GB"].memory)
+    assert most_memory(DEVICES["L40"]) == DEVICES["L40"].memory != most_memory(DEVICES["L4"])
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -6,7 +6,6 @@ import json
 import multiprocessing as mp
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -331,6 +330,24 @@ def test_what_two_commands_train_has_a_plan_and_plans_are_of_what_is_trained() -
 
 
 @pytest.mark.thorough  # imports torch
+def test_weights_are_drawn_where_they_are_needed() -> None:
+    """A name in the package that is no longer there would cost the only time on a GPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from benchmarks.gpu.made_up import drawn_on
+    from raytune_fsdp.model.weights.source import RandomWeights
+
+    config = AutoConfig.for_model(
+        "llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    with drawn_on(torch.device("meta")):
+        assert RandomWeights(network, 7).read("lm_head.weight", 0, 4).is_meta
+
+
+@pytest.mark.thorough  # imports torch
 @pytest.mark.parametrize("card", CARDS)
 def test_two_commands_get_to_what_tells_most(card: str) -> None:
     from benchmarks.gpu.pieces import pieces_of
@@ -356,17 +373,16 @@ def rehearse(directory: Path, seconds: float, number: int) -> tuple[float, dict[
     """Paste the text of benchmarks/README.md, with less time, a tiny size and no GPU; return what came back."""
     (text,) = set(re.findall(r"^    (bash benchmarks/gpu/there\.sh .*)$", README, re.MULTILINE))
     out = directory / f"out{number}"
-    bare = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(directory)}
+    path, own = f"{Path(sys.executable).parent}:{os.environ['PATH']}", dict.fromkeys(("HOME", "TMPDIR"), str(directory))
     began = time.monotonic()
     done = subprocess.run(
         ["bash", "-c", f"{text.replace('SECONDS', f'{seconds:.0f}')} --device cpu --size tiny"], cwd=ROOT,
-        env={**bare, "OUT": str(out), "CARRIED": str(directory), "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=seconds + 60,
+        env={**own, "PATH": path, "OMP_NUM_THREADS": "1", "OUT": str(out), "CARRIED": str(directory / "carried")}, capture_output=True, text=True,
+        timeout=seconds + 60,
     )  # fmt: skip
     took = time.monotonic() - began
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.suffix for path in out.iterdir()) == [".json", ".json", ".md", ".txt", ".txt"]
-    shutil.copy(out / "evidence.json", directory)
     return took, json.loads((out / "evidence.json").read_text())["pieces"]
 
 

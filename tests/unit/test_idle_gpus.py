@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.launch import local
 from raytune_fsdp.launch.ray import driver
 from raytune_fsdp.launch.ray.resources import Node
@@ -59,3 +60,17 @@ def test_gpus_that_are_too_few_are_named(
     with pytest.raises(EnoughError):
         driver.run_on_ray(config, connecting, signals=signals, phases=phases, progress=None, say=found["on Ray"].append)
     assert found == {"without Ray": said, "on Ray": ["Ray: a Ray", *said]}
+
+
+@pytest.mark.parametrize(("device", "refused"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_under_torchrun_every_rank_has_a_gpu_or_none_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, refused: bool
+) -> None:
+    """Ranks on the CPU of one machine would wait for those on the GPUs of another one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(local, "meet", enough)
+    with pytest.raises(ConfigError if refused else EnoughError, match="nproc-per-node=3" if refused else None):
+        local.run(make_config(tmp_path, cluster={"device": device}))

@@ -39,9 +39,9 @@ def test_deterministic_holds_in_the_run_alone() -> None:
 @pytest.mark.parametrize(
     ("deterministic", "device", "known", "wanted"),
     [
-        (True, "auto", {}, {"NCCL_ALGO": "^NVLS", "FLASH_ATTENTION_DETERMINISTIC": "1"}),
+        (True, "auto", {}, {"NCCL_ALGO": "^NVLS,NVLSTree", "FLASH_ATTENTION_DETERMINISTIC": "1"}),
         (True, "cuda", {"NCCL_ALGO": "Ring"}, {"FLASH_ATTENTION_DETERMINISTIC": "1"}),
-        (True, "cuda", {"FLASH_ATTENTION_DETERMINISTIC": "0"}, {"NCCL_ALGO": "^NVLS"}),
+        (True, "cuda", {"FLASH_ATTENTION_DETERMINISTIC": "0"}, {"NCCL_ALGO": "^NVLS,NVLSTree"}),
         (True, "cpu", {}, {}),
         (False, "cuda", {}, {}),
     ],

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.base.errors import TrainingError
+from raytune_fsdp.base.errors import TrainingError, TransientError
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
-from raytune_fsdp.run.measure.out_of_memory import cheapest_change, consumers, explain
+from raytune_fsdp.run.measure.out_of_memory import cheapest_change, consumers, explain, explain_building
 from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.profiling import StepProfiler, shares_of
 from tests.runs import make_config
@@ -90,3 +90,16 @@ def test_running_out_of_memory_names_what_took_it(tmp_path: Path) -> None:
     assert isinstance(said, TrainingError)
     assert str(said).startswith("rank 3 ran out of memory on cpu: ")
     assert "Largest: moments" in str(said) and "Cheapest change: " in str(said)
+
+
+@pytest.mark.parametrize(("free", "kind"), [(30, TransientError), (69, TrainingError)])
+def test_memory_that_other_processes_hold_is_not_the_run_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: type[TrainingError]
+) -> None:
+    """Of 80 GiB the run has 10, and 1 is CUDA's. A rank of the last attempt that takes long to end holds the rest."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70.00 GiB.")
+    said = explain_building(error, make_config(tmp_path), torch.device("cuda", 0), rank=3)
+    assert type(said) is kind
+    assert ("other processes hold 40.0 GiB" in str(said)) == (kind is TransientError)

@@ -316,3 +316,12 @@ def test_a_hang_is_a_failure_from_within(tmp_path: Path) -> None:
                 known.ended(of_rank(DEAD))
         else:
             known.ended(of_rank(DEAD))
+
+
+def test_the_next_attempt_waits_for_ranks_that_take_long_to_be_gone() -> None:
+    """They would hold memory of the GPUs that it gets, and it would end the run for the lack of that."""
+    left, said = [["a", "b"], ["a"], []], list[str]()
+    nodes = SimpleNamespace(kill_watched=lambda ranks: None, end=lambda: None, wait=lambda *_: left.pop(0))
+    last = RayAttempt(watch=Any, nodes=nodes, phases=Phases(), waiting=Any)  # type: ignore[arg-type]
+    last.end_ranks(said.append)
+    assert not left and said == ["waiting for killed ranks to be gone on 2 nodes"]

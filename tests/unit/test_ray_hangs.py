@@ -113,6 +113,7 @@ Current thread 0x3 (most recent call first):
 """
 WAITING = TRAINING.format(frames='  File "/torch/distributed/distributed_c10d.py", line 7 in all_gather')
 FOR_DEVICE = TRAINING.format(frames='  File "/torch/cuda/streams.py", line 7 in synchronize')
+BACKWARD = TRAINING.format(frames='  File "/torch/autograd/graph.py", line 869 in _engine_run_backward')
 READING = TRAINING.format(frames='  File "/x/raytune_fsdp/data/cache.py", line 8 in read')
 STOPPED = "py-spy is not installed on this node\nState:\tT (stopped)\nwaits in: do_signal_stop\n"
 
@@ -123,6 +124,7 @@ STOPPED = "py-spy is not installed on this node\nState:\tT (stopped)\nwaits in: 
         ({0: WAITING, 1: STOPPED}, (1, "its process takes no signals (T (stopped))")),
         ({0: WAITING, 1: WAITING, 2: READING}, (2, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
         ({0: WAITING, 1: FOR_DEVICE}, None),
+        ({0: WAITING, 1: BACKWARD}, None),
         ({0: READING, 1: READING}, None),
         ({0: READING}, (0, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
         ({}, None),

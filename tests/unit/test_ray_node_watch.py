@@ -184,8 +184,10 @@ def test_ranks_are_ended_while_their_storage_hangs(
     watches = NodeWatches("none", Board.__new__(Board))
     ranks = {0: Joined(0, "here", "node", rank.pid)}
     assert watches.stacks(ranks, str(tmp_path)) == {}
+    assert watches.wait(ranks, 0.6) == ["node"], "it is still there, and would share a GPU with the next attempt"
     watches.kill(ranks)
     try:
+        assert watches.wait(ranks, 10) == []
         assert rank.wait(timeout=10) == -signal.SIGKILL
     finally:
         (tmp_path / "rank-0.log").open("wb").close()  # lets the other call end

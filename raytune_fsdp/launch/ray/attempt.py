@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -29,7 +30,9 @@ _ASK_SECONDS, _ASK_AGAIN_SECONDS = 0.3, 0.5
 """How long Ray may take to say why a process has ended, before the others are ended, and afterwards. It needs tenths of
 a second on a busy machine."""
 _FIT_SECONDS = 2.0  # how long fit() may take to come back once its controller was ended; it takes milliseconds
-_GONE_SECONDS = 5.0  # how long processes that were killed may take to end, as those with much memory do
+_GONE_SECONDS, _GONE_AT_MOST_SECONDS = 5.0, 60.0
+"""How long processes that were killed may take to end, as those with much memory do: where nothing is heard of their
+node, and where it says that they are still there."""
 
 
 class Killed(NamedTuple):
@@ -149,10 +152,14 @@ class RayAttempt:
             with suppress(GetTimeoutError):
                 self.error = death_of(self.unexplained, _ASK_AGAIN_SECONDS) or self.error
 
-    def end_ranks(self) -> None:
+    def end_ranks(self, say: Callable[[str], None]) -> None:
         """End what is left of the ranks, and wait until it has: two attempts would share GPUs, and files."""
         self.nodes.kill_watched(self.ranks)
-        self.nodes.wait(self.ranks, _GONE_SECONDS)
+        until, said = time.monotonic() + _GONE_AT_MOST_SECONDS, False
+        while (left := self.nodes.wait(self.ranks, _GONE_SECONDS)) and time.monotonic() < until:
+            if not said:
+                say(f"waiting for killed ranks to be gone on {len(left)} node{'s' * (len(left) != 1)}")
+            said = True
         self.nodes.end()
 
     def end_controller(self) -> None:

@@ -69,6 +69,7 @@ from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.counts import WindowCounts
 from raytune_fsdp.plan.plan import Plan, resolve, sizes_of
 from raytune_fsdp.plan.run_dir import storage_of
+from raytune_fsdp.predict.devices import most_memory
 from raytune_fsdp.predict.preflight import (
     check_attention,
     check_memory,
@@ -406,7 +407,8 @@ class Foresight:
         kinds = {kind for node in nodes for kind in accelerators_of(node) if asked.device == "cuda"}
         self._device = device_named(kinds.pop() if len(kinds) == 1 else None)
         """The kind of GPU; None: there are several, or Ray does not say."""
-        self._memory = None if self._device is None else int(self._device.memory)
+        # Ray calls an H100 NVL, which has 94 GB, an H100, too: it must not be refused what fits. Ranks look again.
+        self._memory = None if self._device is None else most_memory(self._device)
         self._per_node = max((int(node.total.get("GPU", 0)) for node in nodes), default=0) or 8
         self.force = force
         """Whether to start even what does not fit."""

@@ -238,7 +238,7 @@ class AttemptSupervisor:
         last = self._attempt
         last.end_controller()
         self.groups.clear()
-        last.end_ranks()
+        last.end_ranks(self._say)
         # Without ranks the last one was never begun, or has waited in vain: its wait goes on.
         self._attempts.current = (
             self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)

@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from raytune_fsdp.base.errors import TrainingError, first_line
+from raytune_fsdp.base.errors import TrainingError, TransientError, first_line
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.update import Optimizer
 
 logger = logging.getLogger(__name__)
 
+_CONTEXT_BYTES = 4 << 30
+"""More than a process has on a GPU besides tensors: CUDA's context and NCCL's buffers, 1 to 2 GiB."""
 _MOSTLY = 0.8
 """If weights, gradients and moments take this share, activations cannot be what has to give way."""
 
@@ -50,10 +52,23 @@ def explain_building(
     error: torch.OutOfMemoryError, config: FinetuneConfig, device: torch.device, *, rank: int
 ) -> TrainingError:
     """Return the error to raise instead where nothing is built yet whose bytes could be counted."""
+    if device.type == "cuda" and (others := _held_by_others(device)):
+        return TransientError(
+            f"rank {rank} ran out of memory on {device} before the first step, where other processes hold "
+            f"{others / 2**30:.1f} GiB: {first_line(error).rstrip('.')}. `nvidia-smi` on its node lists them; "
+            "those of an attempt that has just ended will be gone in the next one"
+        )
     return TrainingError(
         f"rank {rank} ran out of memory on {device} while it made weights and moments, before the first step: "
         f"{first_line(error).rstrip('.')}. Cheapest change: {_spread_states(config.parallel)}"
     )
+
+
+def _held_by_others(device: torch.device) -> int:
+    """Return the bytes of a GPU that other processes hold; 0 if it may be this one's context."""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return others if others > _CONTEXT_BYTES else 0
 
 
 def consumers(model: nn.Module, optimizer: Optimizer, device: torch.device, peak: int) -> dict[str, int]:

@@ -38,7 +38,11 @@ _SEEN_BY_TORCH = """
 import json, torch
 found = {"count": torch.cuda.device_count(), "cuda": torch.version.cuda, "nccl": None}
 if found["count"]:
-    torch.zeros(1, device="cuda")
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        if "out of memory" not in str(error):  # else torch can use it: a job has all of its memory
+            raise
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 print(json.dumps(found))
 """

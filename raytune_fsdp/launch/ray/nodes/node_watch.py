@@ -36,6 +36,7 @@ _MEMORY_SECONDS = 5.0
 _LOOK_SECONDS = 1.0  # between two looks at what the ranks of a node have in memory
 _KEPT_LOOKS = 5  # the kernel counts a kill first; the process may take seconds to give back what it has
 _ANSWER_SECONDS = 2.0  # how long a rank may take to write its stacks
+_SAY_SECONDS = 0.5  # how long the answer of a watch may take that knows it
 _CALLS = 4  # at the same time: storage that hangs keeps `stacks`, and the ranks must still be ended
 _NOT_RUNNING = re.compile(r"^State:\s*[TtDZX]", re.MULTILINE)
 _START_SECONDS = 20.0  # how long the actor of a node may take to answer, its start included
@@ -209,12 +210,22 @@ class NodeWatches:
             if node in self._actors:
                 self._actors[node].kill.remote(list(pids.values()))
 
-    def wait(self, ranks: Mapping[int, Joined], seconds: float) -> None:
-        """Wait until the processes of these ranks have ended, where a watch knows: two attempts would share GPUs."""
+    def wait(self, ranks: Mapping[int, Joined], seconds: float) -> list[str]:
+        """Wait until the processes of these ranks have ended, where a watch knows: two attempts would share GPUs.
+
+        Return the nodes whose watch says that some have not.
+        """
         by_node = {node: pids for node, pids in _by_node(ranks).items() if node in self._actors}
-        asked = [self._actors[node].gone.remote(list(pids.values()), seconds) for node, pids in by_node.items()]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=seconds)
+        asked = {
+            self._actors[node].gone.remote(list(pids.values()), seconds - _SAY_SECONDS): node
+            for node, pids in by_node.items()
+        }
+        answered = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)[0] if asked else []
+        left = []
+        for each in answered:
+            with suppress(RayError):  # the node is lost
+                left += [] if ray.get(each) else [asked[each]]
+        return left
 
     def end(self) -> None:
         for actor in self._actors.values():

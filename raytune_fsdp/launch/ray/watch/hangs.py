@@ -16,6 +16,8 @@ this many median steps."""
 _KEPT = 50  # steps of which the median is taken
 _COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py|cuda/streams\.py")
 """The files in which a rank waits for others; on a GPU it also waits for the device, which waits for others."""
+_ENGINE = re.compile(r"autograd/graph\.py.* in _engine_run_backward")
+"""Where a rank waits for autograd's thread for a GPU, which has no Python frames to show what that waits for."""
 _STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
 IN_KERNEL = "a thread waits in the kernel, as for storage that does not answer"
 """The line that is added to the stacks of a rank that has such a thread."""
@@ -91,9 +93,13 @@ def what_all_do(stacks: Mapping[int, str]) -> str:
 
 
 def _busy(stacks: Mapping[int, str]) -> dict[int, list[str]]:
-    """Return the ranks that wait for no other one, and the frames of each."""
+    """Return the ranks that, as far as can be seen, wait for no other one, and the frames of each."""
     found = {rank: _training(text) for rank, text in stacks.items()}
-    return {rank: frames for rank, frames in found.items() if frames and not any(map(_COLLECTIVE.search, frames))}
+    return {
+        rank: frames
+        for rank, frames in found.items()
+        if frames and not any(map(_COLLECTIVE.search, frames)) and not _ENGINE.search(frames[0])
+    }
 
 
 def _training(text: str) -> list[str]:
