@@ -377,8 +377,8 @@ def rehearse(directory: Path, seconds: float, number: int) -> tuple[float, dict[
     began = time.monotonic()
     done = subprocess.run(
         ["bash", "-c", f"{text.replace('SECONDS', f'{seconds:.0f}')} --device cpu --size tiny"], cwd=ROOT,
-        env={**own, "PATH": path, "OMP_NUM_THREADS": "1", "OUT": str(out), "CARRIED": str(directory / "carried")}, capture_output=True, text=True,
-        timeout=seconds + 60,
+        env={**own, "PATH": path, "OMP_NUM_THREADS": "1", "OUT": str(out), "CARRIED": str(directory / "carried")},
+        capture_output=True, text=True, timeout=seconds + 60,
     )  # fmt: skip
     took = time.monotonic() - began
     assert done.returncode == 0, done.stdout + done.stderr
