@@ -13,6 +13,9 @@ from threading import Lock
 import raytune_fsdp
 from raytune_fsdp.config import FinetuneConfig
 
+SHARED = "RAYTUNE_FSDP_FORKS"
+"""Variable that names what several runs belong to, such as the directory of a sweep: they share the processes that
+their workers are forked from."""
 _lock = Lock()
 _held: Counter[str] = Counter()
 """Variables that we have set, and how many callers need each: two threads may call finetune() at the same time."""

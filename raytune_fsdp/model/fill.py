@@ -189,6 +189,10 @@ def _scatter(
         dist.scatter(received, pieces, src=0)
         mine = received[: target.numbers(rank) * dtype.itemsize].view(dtype)
         target.local.copy_(mine.view(target.local.shape))
+        if device.type == "cuda":
+            # Else ranks queue all tensors at once, and NCCL would end the run if rank 0 took `collective_minutes` to
+            # read them all.
+            torch.cuda.current_stream(device).synchronize()
     return wrong
 
 

@@ -23,14 +23,13 @@ import pytest
 import raytune_fsdp
 from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.environment import settings_of_nccl
+from raytune_fsdp.launch.environment import SHARED, settings_of_nccl
 from raytune_fsdp.launch.ray.forked import ask, template, templates
 from raytune_fsdp.launch.ray.forked.messages import receive
 from raytune_fsdp.launch.ray.forked.process import (
     ASK,
     DIRECTORIES,
     LAUNCHER,
-    SHARED,
     SOCKET,
     Wanted,
     difference,

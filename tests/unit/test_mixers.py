@@ -301,6 +301,14 @@ def test_kernels_whose_bits_are_others_each_time_are_refused_where_they_matter(
     with pytest.raises(ConfigError, match="the result of Qwen3NextGatedDeltaNet has other bits the second time"):
         check_bits(BY_DOCUMENT, network, names, CPU, torch.float32, begins=True)
     assert not caplog.text
+
+    def refused(*args: Any, **given: Any) -> Any:
+        raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set ...")
+
+    with monkeypatch.context() as on_gpus:
+        on_gpus.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", refused)
+        with pytest.raises(ConfigError, match="cumsum_cuda_kernel does not have .*; set both to false$"):
+            check_bits(BY_DOCUMENT, network, names, CPU, torch.float32, begins=True)
     check_bits(BY_DOCUMENT, network, names, CPU, torch.float32, begins=False)
     assert "has other bits the second time" in caplog.text and "goes on as it began" in caplog.text
 

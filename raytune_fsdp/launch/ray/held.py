@@ -24,7 +24,7 @@ import ray
 
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.config import ClusterConfig
-from raytune_fsdp.launch.ray.forked.process import SHARED
+from raytune_fsdp.launch.environment import SHARED
 from raytune_fsdp.launch.ray.forked.templates import Templates
 from raytune_fsdp.launch.ray.session import connect, find_cluster
 

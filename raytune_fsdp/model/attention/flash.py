@@ -98,7 +98,7 @@ def _varlen_with_sinks(
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, window == 0, False, scale=scale, **_sides(window)
     )
-    return with_sinks(out, sums.transpose(0, 1), sinks)
+    return with_sinks(out, sums.transpose(0, 1).contiguous(), sinks)  # inductor asserts the strides of the fake
 
 
 @_varlen_with_sinks.register_fake

@@ -79,6 +79,10 @@ def choose_mixers(
     return KernelChoice(name=BY_DOCUMENT, why=f"{why} ({'; '.join(failed)})" if failed else why)
 
 
+_NOT_REPEATED = "does not have a deterministic implementation"
+"""What torch says of its own operations, in its deterministic mode."""
+
+
 def why_borders_fail(
     way: str, model: PreTrainedModel, names: Collection[str], device: torch.device, dtype: torch.dtype
 ) -> str | None:
@@ -108,10 +112,11 @@ def check_bits(
     reason = why_on_any_rank(lambda: _why_bits_change(way, model, names, device, dtype))
     if reason is None:
         return
-    said = (
-        f"run.deterministic (or run.exact): {reason}, by a package outside of torch (mamba-ssm, causal-conv1d, "
-        "flash-linear-attention): uninstall it on all nodes, or set both to false"
+    packages = (
+        ", by a package outside of torch (mamba-ssm, causal-conv1d, flash-linear-attention): uninstall it on all nodes "
+        "if what torch has in its place repeats its bits, or"
     )
+    said = f"run.deterministic (or run.exact): {reason}{';' if _NOT_REPEATED in reason else packages} set both to false"
     if begins:
         raise ConfigError(said)
     logger.warning("%s; the run goes on as it began", said)
@@ -129,6 +134,8 @@ def _why_bits_change(
                     if not torch.equal(one, other):
                         return f"{what} of {name} has other bits the second time"
     except Exception as error:  # what cannot be called alone says nothing of bits
+        if _NOT_REPEATED in str(error):  # as cumsum, on GPUs
+            return in_one_line(error)
         logger.debug("a mixer's bits were not tried: %s", in_one_line(error))
     return None
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -304,12 +305,15 @@ def _in_order(seen: Iterable[Heads]) -> tuple[Heads, ...]:
 
 @torch.no_grad()
 def _heads_in_full(network: PreTrainedModel, mixers: Sequence[str]) -> tuple[Heads, ...]:
-    """Return what a network on the meta device asks of a kernel; nothing if that is not found out."""
+    """Return what a network asks of a kernel; nothing if that is not found out. Its copy has no memory."""
     seen: Counter[Heads] = Counter()
     AttentionInterface.register(_TRIED, partial(attend, partial(_recorded, seen, lambda q, k, v, call: q)))
     meta = torch.device("meta")
     try:
-        model = copy.deepcopy(network).eval()
+        without: dict[int, Any] = {
+            id(each): nn.Parameter(each.to(meta), requires_grad=each.requires_grad) for each in network.parameters()
+        }
+        model = copy.deepcopy(network, without | {id(each): each.to(meta) for each in network.buffers()}).eval()
         if mixers:
             split_mixers(model, mixers)
         model.set_attn_implementation(_TRIED)

@@ -24,9 +24,9 @@ from raytune_fsdp.base.untrusted import is_count, read_json
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, checkpoint_at, committed, digest_of
 from raytune_fsdp.checkpoint.on_demand import Asking, StopRequest
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.launch.environment import SHARED
 from raytune_fsdp.launch.notices import STOP_SECONDS as STOP_SECONDS_VARIABLE
 from raytune_fsdp.launch.notices import seconds_in
-from raytune_fsdp.launch.ray.forked.process import SHARED
 from raytune_fsdp.launch.run_lock import Signs, holder_of
 from raytune_fsdp.plan.run_dir import PLAN_FILE, RunDir
 from raytune_fsdp.record import names

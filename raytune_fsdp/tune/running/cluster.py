@@ -17,8 +17,7 @@ from typing import Any
 from raytune_fsdp.base.errors import TrainingError
 from raytune_fsdp.base.untrusted import MIB
 from raytune_fsdp.config import FinetuneConfig
-from raytune_fsdp.launch.environment import with_package
-from raytune_fsdp.launch.ray.forked.process import SHARED
+from raytune_fsdp.launch.environment import SHARED, with_package
 
 _BESIDE_SECONDS = 120.0
 """How long the process that starts Ray may take besides, for its imports."""

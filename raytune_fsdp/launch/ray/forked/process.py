@@ -22,8 +22,6 @@ OF_SHELLS = {"PS1", "PWD", "OLDPWD", "SHLVL", "_", "SPT_NOENV"}
 _LATE = ("RAY_", "NCCL_", "FLASH_ATTENTION_DETERMINISTIC")
 """How variables begin that are read after the fork: Ray is imported there, NCCL reads its own when ranks join, and
 transformers that one in each pass."""
-SHARED = "RAYTUNE_FSDP_FORKS"
-"""Variable that names what several runs belong to, such as the directory of a sweep: they share templates."""
 OMP = "OMP_NUM_THREADS"
 """torch and OpenBLAS read this when they are imported; Ray sets it afterwards, in the worker, unless a user has."""
 

@@ -28,6 +28,7 @@ from raytune_fsdp.base.errors import JOB_CONFIG
 from raytune_fsdp.base.hushed import is_verbose
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.config import ClusterConfig
+from raytune_fsdp.launch.environment import SHARED
 from raytune_fsdp.launch.ray.forked import ask
 from raytune_fsdp.launch.ray.forked.messages import KEPT, LATER, send
 from raytune_fsdp.launch.ray.forked.process import (
@@ -35,7 +36,6 @@ from raytune_fsdp.launch.ray.forked.process import (
     DIRECTORIES,
     LAUNCHER,
     LOG,
-    SHARED,
     SOCKET,
     is_relative,
     of_process,
