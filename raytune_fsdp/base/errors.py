@@ -81,6 +81,10 @@ class TransientError(TrainingError):
     """Storage, or the delivery of data to a rank, failed: a new attempt from the last checkpoint may succeed."""
 
 
+class OccupiedError(TransientError):
+    """Other processes hold memory of a GPU that the run needs: they may be gone before the next attempt."""
+
+
 class RepeatedError(TrainingError):
     """Three attempts in a row have failed in the same way at the same step, from within."""
 

@@ -155,13 +155,11 @@ def load_for_inference(
     trust_remote_code: bool = False,
     base: str | None = None,
     scores: bool = False,
-    compute: torch.dtype = torch.float32,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return model and tokenizer of a run, a checkpoint or a Hugging Face directory, in the stored type.
 
     A model that is too large for the device is spread over all devices. `base`: where the base of the run's adapters is
-    now. `scores`: its head is to score texts, and otherwise to predict tokens. `compute`: the type to compute in, where
-    wider ones are stored.
+    now. `scores`: its head is to score texts, and otherwise to predict tokens.
     """
     _check_directory(path)
     trust = trust_remote_code  # said in every call: where it is not, transformers asks on standard input
@@ -180,11 +178,11 @@ def load_for_inference(
         files = model_files(checkpoint)
         _check_head(path, files, scores=scores)
         tokenizer = _tokenizer(files, trust)
-        model = load_checkpoint(checkpoint, device, trust_remote_code=trust, base=base, compute=compute)
+        model = load_checkpoint(checkpoint, device, trust_remote_code=trust, base=base)
         _follow_settings(model, files)
         return model, tokenizer
     choose_experts(model)
-    return place(_narrowed(model, compute), device).eval(), tokenizer
+    return place(model, device).eval(), tokenizer
 
 
 def _check_directory(path: Path) -> None:
@@ -215,19 +213,14 @@ def _check_adapter(path: Path) -> None:
 
 
 def load_checkpoint(
-    checkpoint: CommittedCheckpoint,
-    device: torch.device,
-    *,
-    trust_remote_code: bool = False,
-    base: str | None = None,
-    compute: torch.dtype = torch.float32,
+    checkpoint: CommittedCheckpoint, device: torch.device, *, trust_remote_code: bool = False, base: str | None = None
 ) -> PreTrainedModel:
-    """Return the model of a checkpoint, which may be in an object store. `compute` as in `load_for_inference`."""
+    """Return the model of a checkpoint, which may be in an object store."""
     files = model_files(checkpoint)
     weights = merged_weights(checkpoint, files, base_of(checkpoint, base))
     model = _built(weights, files, trust_remote_code, checkpoint.path)
     choose_experts(model)
-    return place(_narrowed(model, compute), device).eval()
+    return place(model, device).eval()
 
 
 def _model_at(path: Path, trust: bool) -> PreTrainedModel:
@@ -375,15 +368,6 @@ def _loaded(load: Callable[[], Any], place: Path, otherwise: str) -> Any:
         if wants_code(error):
             raise ModelError(f"{place} {NEEDS_CODE}, then add --trust-remote-code") from error
         raise ModelError(f"{place} {otherwise}: {first_line(error)}") from error
-
-
-def _narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Have the model compute in this type, as FSDP has ranks compute: its weights change, and not its buffers, where
-    the frequencies of positions are."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.itemsize > dtype.itemsize:
-            parameter.data = parameter.data.to(dtype)
-    return model
 
 
 def place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -28,14 +28,12 @@ from raytune_fsdp.launch.worker import alone, choose_device, join
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.directory.scoring import check_measured
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
-from raytune_fsdp.model.objective.score_head import choose_loss
 from raytune_fsdp.plan.plan import ALONE, Layout
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from raytune_fsdp.run.network_checks import check_packed
 from raytune_fsdp.run.prepare import set_template
 from raytune_fsdp.run.trials.computation import check_computation
 from raytune_fsdp.run.trials.needs import use_attention_for_packed
-from raytune_fsdp.step.precision import compute_dtype
 
 Measured = tuple[dict[str, float], list[dict[str, Any]]]
 """The values of an evaluation by the names of metrics, and its questions with their answers."""
@@ -64,7 +62,7 @@ class StoredModel:
     def load(self, config: FinetuneConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model, tokenizer = load_for_inference(
             self.path, device, trust_remote_code=self.trust_remote_code, base=self.base,
-            scores=config.train.objective.scores, compute=compute_dtype(config.parallel.precision),
+            scores=config.train.objective.scores,
         )  # fmt: skip
         set_template(config, tokenizer)
         return model, tokenizer
@@ -97,7 +95,8 @@ def _measured(
         model.generation_config = GenerationConfig.from_model_config(model.config)
     needs = use_attention_for_packed(config, model, device)
     check_packed(config, model, needs)
-    if choose_loss(config.model, needs, kept=None).name == "chunked":
+    # Of one that is spread over several devices, the head has hooks, which its replacement would not have.
+    if needs.plain_loss is None and not getattr(model, "hf_device_map", None):
         install_chunked_loss(model)
     check_computation(model, config.data.packing, device, model.dtype)
     attention = generating(model, needs)

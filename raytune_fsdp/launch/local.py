@@ -81,9 +81,10 @@ def check_gpus(config: FinetuneConfig) -> None:
 
 
 def _check_gpus_of_torchrun(config: FinetuneConfig) -> None:
-    """Refuse fewer GPUs than ranks: those on the CPU would wait for the GPUs of other machines, and these for them."""
+    """Refuse fewer GPUs than ranks: on the CPU they would wait for those on the GPUs of other machines."""
     gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, ranks_here()
-    if config.cluster.device != "cpu" and 0 < gpus < ranks:
+    together = config.cluster.device == "cuda" or ranks < world_of_torchrun()
+    if config.cluster.device != "cpu" and together and 0 < gpus < ranks:
         raise ConfigError(
             f"torchrun has started {ranks} ranks on this machine, where torch can use {gpus} GPU{'s' * (gpus != 1)}: "
             f"set --nproc-per-node={gpus}, or cluster.device=cpu"
@@ -293,6 +294,8 @@ def _run_rank(
     _check_gpus_of_torchrun(config)
     device = choose_device(config.cluster.device, ranks_here())
     check_device(config, device.type)
+    if is_rank0() and (idle := idle_gpus(config.cluster, device.type, world_of_torchrun(), torch.cuda.device_count())):
+        say("; ".join(idle))
     stop = StopFlag(insist=False)
 
     def look() -> tuple[RunInputs, ResumePoint, Predicted | NotPredicted | None]:

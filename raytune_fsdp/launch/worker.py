@@ -25,7 +25,7 @@ from raytune_fsdp.run.loop import RankRun, train
 from raytune_fsdp.run.measure.out_of_memory import explain, explain_building
 from raytune_fsdp.run.measure.own_failure import put_failure
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
-from raytune_fsdp.step.precision import CUBLAS, CUBLAS_REPEATS, numerics
+from raytune_fsdp.step.precision import numerics
 
 
 def choose_device(wanted: str, workers_here: int) -> torch.device:
@@ -72,8 +72,6 @@ def use_gpu(device: torch.device) -> None:
     # Micro-batches have documents of all lengths, whose tensors would leave holes in segments of fixed sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    # For every run: torch looks once in a process, at the first product, and a later run may be deterministic.
-    os.environ.setdefault(CUBLAS, CUBLAS_REPEATS)
     torch.cuda.set_device(device)
 
 

@@ -16,9 +16,7 @@ from raytune_fsdp.config import ParallelConfig
 from raytune_fsdp.model.network import MASTER_DTYPE
 from raytune_fsdp.model.precision.fp8 import check_gpu
 
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_REPEATS = ":4096:8"
-"""A value with which cuBLAS repeats its bits: 32 MiB, which is what torch gives it on Hopper anyway."""
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """Precisions that compute in another type than the weights have; under fp8, all but the products of linear layers."""
@@ -54,6 +52,8 @@ def numerics(config: ParallelConfig, device: torch.device, *, deterministic: boo
     with _repeatable() if deterministic else nullcontext():
         _set_numerics(deterministic or before[0], config.tf32, config.tf32)
         try:
+            if deterministic and device.type == "cuda":
+                _check_products(device)
             yield
         finally:
             _set_numerics(*before)
@@ -65,16 +65,31 @@ def _repeatable() -> Iterator[None]:
     from torch._inductor import config as inductor
 
     memory: Any = torch.utils.deterministic
-    before = os.environ.get(CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
-    os.environ.setdefault(CUBLAS, CUBLAS_REPEATS)  # without it torch refuses every product
+    before = os.environ.get(_CUBLAS), inductor.deterministic, memory.fill_uninitialized_memory
+    # cuBLAS reads the variable when it is first used; without it torch refuses every product.
+    os.environ.setdefault(_CUBLAS, ":4096:8")
     inductor.deterministic = True  # otherwise it chooses kernels by trying which is faster
     memory.fill_uninitialized_memory = False  # filling takes time for nothing
     try:
         yield
     finally:
         if before[0] is None:
-            os.environ.pop(CUBLAS, None)
+            os.environ.pop(_CUBLAS, None)
         _, inductor.deterministic, memory.fill_uninitialized_memory = before
+
+
+def _check_products(device: torch.device) -> None:
+    """Refuse a process that has multiplied on a GPU before: torch looks at cuBLAS's setting at the first product."""
+    one = torch.ones(16, 16, device=device)
+    try:
+        one @ one
+    except RuntimeError as error:
+        if _CUBLAS not in str(error):
+            raise
+        raise ConfigError(
+            f"run.deterministic (or run.exact): this process has used a GPU before, without {_CUBLAS}=:4096:8, which "
+            "is read once: set it in the environment of the process, or train in a new one"
+        ) from error
 
 
 def _set_numerics(deterministic: bool, products: bool, convolutions: bool) -> None:

@@ -62,13 +62,15 @@ def test_gpus_that_are_too_few_are_named(
     assert found == {"without Ray": said, "on Ray": ["Ray: a Ray", *said]}
 
 
-@pytest.mark.parametrize(("device", "refused"), [("auto", True), ("cuda", True), ("cpu", False)])
+@pytest.mark.parametrize(
+    ("device", "world", "refused"), [("auto", 8, True), ("auto", 4, False), ("cuda", 4, True), ("cpu", 8, False)]
+)
 def test_under_torchrun_every_rank_has_a_gpu_or_none_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, world: int, refused: bool
 ) -> None:
     """Ranks on the CPU of one machine would wait for those on the GPUs of another one."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "4")
+    for name, number in (("RANK", 1), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(number))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(local, "meet", enough)

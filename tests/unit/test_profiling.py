@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from raytune_fsdp.base.errors import TrainingError, TransientError
+from raytune_fsdp.base.errors import OccupiedError, TrainingError
 from raytune_fsdp.config import FinetuneConfig, OptimConfig
 from raytune_fsdp.run.measure.out_of_memory import cheapest_change, consumers, explain, explain_building
 from raytune_fsdp.step.optim.build import build_optimizer
@@ -92,7 +92,7 @@ def test_running_out_of_memory_names_what_took_it(tmp_path: Path) -> None:
     assert "Largest: moments" in str(said) and "Cheapest change: " in str(said)
 
 
-@pytest.mark.parametrize(("free", "kind"), [(30, TransientError), (69, TrainingError)])
+@pytest.mark.parametrize(("free", "kind"), [(30, OccupiedError), (69, TrainingError)])
 def test_memory_that_other_processes_hold_is_not_the_run_s_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: type[TrainingError]
 ) -> None:
@@ -102,4 +102,4 @@ def test_memory_that_other_processes_hold_is_not_the_run_s_fault(
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 70.00 GiB.")
     said = explain_building(error, make_config(tmp_path), torch.device("cuda", 0), rank=3)
     assert type(said) is kind
-    assert ("other processes hold 40.0 GiB" in str(said)) == (kind is TransientError)
+    assert ("other processes hold 40.0 GiB" in str(said)) == (kind is OccupiedError)

@@ -323,5 +323,8 @@ def test_the_next_attempt_waits_for_ranks_that_take_long_to_be_gone() -> None:
     left, said = [["a", "b"], ["a"], []], list[str]()
     nodes = SimpleNamespace(kill_watched=lambda ranks: None, end=lambda: None, wait=lambda *_: left.pop(0))
     last = RayAttempt(watch=Any, nodes=nodes, phases=Phases(), waiting=Any)  # type: ignore[arg-type]
-    last.end_ranks(said.append)
+    last.end_ranks(said.append, longer=lambda: True)
     assert not left and said == ["waiting for killed ranks to be gone on 2 nodes"]
+    left.append(["a"])
+    last.end_ranks(said.append, longer=lambda: False)
+    assert not left and len(said) == 1, "on CPUs, or when the run is to stop"

@@ -124,7 +124,7 @@ STOPPED = "py-spy is not installed on this node\nState:\tT (stopped)\nwaits in: 
         ({0: WAITING, 1: STOPPED}, (1, "its process takes no signals (T (stopped))")),
         ({0: WAITING, 1: WAITING, 2: READING}, (2, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
         ({0: WAITING, 1: FOR_DEVICE}, None),
-        ({0: WAITING, 1: BACKWARD}, None),
+        ({0: WAITING, 1: BACKWARD}, (1, 'it is at File "/torch/autograd/graph.py", line 869 in _engine_run_backward')),
         ({0: READING, 1: READING}, None),
         ({0: READING}, (0, 'it is at File "/x/raytune_fsdp/data/cache.py", line 8 in read')),
         ({}, None),
@@ -132,6 +132,11 @@ STOPPED = "py-spy is not installed on this node\nState:\tT (stopped)\nwaits in: 
 )
 def test_who_is_waited_for(stacks: dict[int, str], expected: tuple[int, str] | None) -> None:
     assert culprit(stacks) == expected
+
+
+def test_a_rank_on_a_gpu_that_waits_for_its_backward_is_not_known_to_be_busy() -> None:
+    assert culprit({0: WAITING, 1: BACKWARD}, on_gpus=True) is None
+    assert culprit({0: WAITING, 1: BACKWARD, 2: READING}, on_gpus=True) == culprit({0: WAITING, 2: READING})
 
 
 @pytest.mark.parametrize(

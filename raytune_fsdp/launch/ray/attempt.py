@@ -31,8 +31,8 @@ _ASK_SECONDS, _ASK_AGAIN_SECONDS = 0.3, 0.5
 a second on a busy machine."""
 _FIT_SECONDS = 2.0  # how long fit() may take to come back once its controller was ended; it takes milliseconds
 _GONE_SECONDS, _GONE_AT_MOST_SECONDS = 5.0, 60.0
-"""How long processes that were killed may take to end, as those with much memory do: where nothing is heard of their
-node, and where it says that they are still there."""
+"""How long processes that were killed may take to end, as those with much memory do; the latter where their node says
+that they are there, and the next ones are to have their GPUs."""
 
 
 class Killed(NamedTuple):
@@ -152,11 +152,14 @@ class RayAttempt:
             with suppress(GetTimeoutError):
                 self.error = death_of(self.unexplained, _ASK_AGAIN_SECONDS) or self.error
 
-    def end_ranks(self, say: Callable[[str], None]) -> None:
-        """End what is left of the ranks, and wait until it has: two attempts would share GPUs, and files."""
+    def end_ranks(self, say: Callable[[str], None], longer: Callable[[], bool]) -> None:
+        """End what is left of the ranks, and wait until it has: two attempts would share GPUs, and files.
+
+        `longer`: whether to wait on for processes that their node still sees.
+        """
         self.nodes.kill_watched(self.ranks)
         until, said = time.monotonic() + _GONE_AT_MOST_SECONDS, False
-        while (left := self.nodes.wait(self.ranks, _GONE_SECONDS)) and time.monotonic() < until:
+        while (left := self.nodes.wait(self.ranks, _GONE_SECONDS)) and longer() and time.monotonic() < until:
             if not said:
                 say(f"waiting for killed ranks to be gone on {len(left)} node{'s' * (len(left) != 1)}")
             said = True

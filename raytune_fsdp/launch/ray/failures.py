@@ -11,7 +11,7 @@ from ray import cloudpickle
 from ray.exceptions import LocalRayletDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 from ray.train import WorkerGroupError
 
-from raytune_fsdp.base.errors import RaytuneError, TrainingError, TransientError, in_one_line
+from raytune_fsdp.base.errors import OccupiedError, RaytuneError, TrainingError, TransientError, in_one_line
 from raytune_fsdp.launch.ray.board import Board, Controlled, Ending, Joined
 from raytune_fsdp.launch.ray.private import why_dead
 from raytune_fsdp.launch.ray.private_train import (
@@ -133,6 +133,8 @@ def is_from_within(error: BaseException) -> bool:
     if _out_of_memory(error):
         return True
     inner = underlying(error)
+    if isinstance(inner, OccupiedError):
+        return True  # else a run with as many attempts as it likes would load its model for ever
     # Ranks that are killed, or whose nodes go, while they start or are asked how they are; storage that is away.
     if _death(error) is not None or isinstance(inner, (RayError, TransientError, *_ASKING)):
         return False

@@ -103,6 +103,7 @@ class AttemptSupervisor:
         self._checkpoints = place.checkpoints
         self._attempts = attempts
         self._sizes = sizes
+        self._on_gpus = sizes.fewest.device == "cuda"
         self._after_commits = after_commits
         self._demand = demand
         self._board = board
@@ -238,7 +239,7 @@ class AttemptSupervisor:
         last = self._attempt
         last.end_controller()
         self.groups.clear()
-        last.end_ranks(self._say)
+        last.end_ranks(self._say, longer=lambda: self._on_gpus and not self._signals.count)
         # Without ranks the last one was never begun, or has waited in vain: its wait goes on.
         self._attempts.current = (
             self._attempt_with(Phases()) if last.ranks else self._attempt_with(last.phases, last.waiting)
@@ -328,7 +329,7 @@ class AttemptSupervisor:
     def _hear_peers(self) -> None:
         """Let a rank say in which step it has lost another: over gloo it knows at once, and a beat is a second old."""
         attempt, until = self._attempt, time.monotonic() + _PEERS_SECONDS
-        alone = len(attempt.ranks) == 1 or self._sizes.fewest.device != "cpu"
+        alone = len(attempt.ranks) == 1 or self._on_gpus
         while not (alone or attempt.reports) and (left := until - time.monotonic()) > 0:
             with suppress(RayError):
                 for notice in self._board.read(left):
@@ -415,7 +416,7 @@ class AttemptSupervisor:
             self._end_ranks(Killed("its node was lost", lost))
             return
         stacks = attempt.nodes.stacks(attempt.ranks, attempt.logs)
-        rank, why = culprit(stacks) or (stuck.suspect, what_all_do(stacks))
+        rank, why = culprit(stacks, self._on_gpus) or (stuck.suspect, what_all_do(stacks, self._on_gpus))
         away = any(map(waits_for_storage, [stacks[rank]] if rank in stacks else stacks.values()))
         why += f"; {IN_KERNEL}" * away + ("" if attempt.logs is None else f"; the stacks are in {attempt.logs}/stacks")
         # Neither storage that is away, nor a hang that may have begun while this command was, says much of the run.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from raytune_fsdp.base.errors import TrainingError, TransientError, first_line
+from raytune_fsdp.base.errors import OccupiedError, TrainingError, first_line
 from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.model.pieces.pieces import local_piece
 from raytune_fsdp.step.optim.update import Optimizer
@@ -53,7 +53,7 @@ def explain_building(
 ) -> TrainingError:
     """Return the error to raise instead where nothing is built yet whose bytes could be counted."""
     if device.type == "cuda" and (others := _held_by_others(device)):
-        return TransientError(
+        return OccupiedError(
             f"rank {rank} ran out of memory on {device} before the first step, where other processes hold "
             f"{others / 2**30:.1f} GiB: {first_line(error).rstrip('.')}. `nvidia-smi` on its node lists them; "
             "those of an attempt that has just ended will be gone in the next one"

@@ -135,7 +135,7 @@ def _why_bits_change(
                         return f"{what} of {name} has other bits the second time"
     except Exception as error:  # what cannot be called alone says nothing of bits
         if _NOT_REPEATED in str(error):  # as cumsum, on GPUs
-            return in_one_line(error)
+            return f"{' and '.join(names)}: {in_one_line(error).partition(', but')[0]}"
         logger.debug("a mixer's bits were not tried: %s", in_one_line(error))
     return None
 

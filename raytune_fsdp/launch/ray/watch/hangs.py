@@ -17,7 +17,8 @@ _KEPT = 50  # steps of which the median is taken
 _COLLECTIVE = re.compile(r"distributed_c10d\.py|_functional_collectives\.py|_fsdp_collectives\.py|cuda/streams\.py")
 """The files in which a rank waits for others; on a GPU it also waits for the device, which waits for others."""
 _ENGINE = re.compile(r"autograd/graph\.py.* in _engine_run_backward")
-"""Where a rank waits for autograd's thread for a GPU, which has no Python frames to show what that waits for."""
+"""Where a rank waits for autograd's thread for a GPU, which has no Python frames to show what that waits for. On a CPU
+it computes itself there."""
 _STATE = re.compile(r"^State:\s*(\S.*)$", re.MULTILINE)
 IN_KERNEL = "a thread waits in the kernel, as for storage that does not answer"
 """The line that is added to the stacks of a rank that has such a thread."""
@@ -62,13 +63,13 @@ class Hang:
         return silent if silent > limit + self._last.patience_seconds else None
 
 
-def culprit(stacks: Mapping[int, str]) -> tuple[int, str] | None:
+def culprit(stacks: Mapping[int, str], on_gpus: bool = False) -> tuple[int, str] | None:
     """Return the rank for which the others wait, and what it is doing, if the stacks show it."""
     for rank, text in sorted(stacks.items()):
         state = _STATE.search(text)
         if state is not None:
             return rank, f"its process takes no signals ({state[1]})"
-    busy = _busy(stacks)
+    busy = _busy(stacks, on_gpus)
     if len(busy) == 1:
         ((rank, frames),) = busy.items()
         return rank, f"it is at {frames[0].strip()}"
@@ -81,9 +82,9 @@ def waits_for_storage(text: str) -> bool:
     return IN_KERNEL in text or (state is not None and state[1].startswith("D"))
 
 
-def what_all_do(stacks: Mapping[int, str]) -> str:
+def what_all_do(stacks: Mapping[int, str], on_gpus: bool = False) -> str:
     """Say what the ranks are doing where none stands out."""
-    busy = _busy(stacks)
+    busy = _busy(stacks, on_gpus)
     if not any(map(_training, stacks.values())):
         return "no stack of a rank could be had"
     if not busy:
@@ -92,13 +93,13 @@ def what_all_do(stacks: Mapping[int, str]) -> str:
     return f"{len(busy)} of {len(stacks)} ranks do not wait for others; rank {rank} is at {frames[0].strip()}"
 
 
-def _busy(stacks: Mapping[int, str]) -> dict[int, list[str]]:
+def _busy(stacks: Mapping[int, str], on_gpus: bool) -> dict[int, list[str]]:
     """Return the ranks that, as far as can be seen, wait for no other one, and the frames of each."""
     found = {rank: _training(text) for rank, text in stacks.items()}
     return {
         rank: frames
         for rank, frames in found.items()
-        if frames and not any(map(_COLLECTIVE.search, frames)) and not _ENGINE.search(frames[0])
+        if frames and not any(map(_COLLECTIVE.search, frames)) and not (on_gpus and _ENGINE.search(frames[0]))
     }
 
 
