@@ -28,7 +28,8 @@ _WIDTH = 4096
 """Numbers of a row whose squares are summed at once: a row of experts, an expert, has millions."""
 _AT_ONCE = {"cpu": 1 << 16}
 """Numbers whose squares are summed by one call, by the type of device: what stays in a CPU's cache."""
-_ON_GPU = 1 << 24
+_ON_GPU = 1 << 20
+"""A GPU's rows are padded to one number of them, so to far more than a rank of many has where this is large."""
 _NOT_ALIKE = (
     "run.exact=true: some weights of a layer got a gradient from one micro-batch and none from another, so that their "
     "sums cannot be told apart; set run.exact=false"

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from raytune_fsdp.base.collectives import why_on_any_rank
 from raytune_fsdp.base.errors import ConfigError, in_one_line
-from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.config import FinetuneConfig, ParallelConfig
 from raytune_fsdp.model.network import class_name
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.model.objective.loss import micro_batch_loss
@@ -23,6 +23,7 @@ from raytune_fsdp.model.pieces.pieces import cut_piece
 from raytune_fsdp.model.proof import documents
 from raytune_fsdp.model.split.tensor import split_layers
 from raytune_fsdp.run.trials.probe import small_network
+from raytune_fsdp.step.precision import numerics
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ def try_split(
     except Exception as error:  # sizes that cannot be divided: the same on every rank
         logger.debug("no small network could be built: %s", in_one_line(error))
         return
-    problem = why_on_any_rank(lambda: difference_when_cut(whole, mesh, device))
+    with numerics(ParallelConfig(precision="fp32"), device, deterministic=False):  # tf32 alone is off by 1e-4
+        problem = why_on_any_rank(lambda: difference_when_cut(whole, mesh, device))
     if problem is not None:
         raise ConfigError(
             f"parallel.mesh.tensor={mesh.size()}: a {class_name(network)} computes something else when its layers are "

@@ -200,6 +200,9 @@ class Adafactor(Updates):
             assert split.mesh is not None
             there = flat.to(split.mesh.device_type)
             dist.all_reduce(there, op=op, group=split.over_shards)
+            if split.over_replicas is not None:
+                # NCCL adds in an order of each group's own, and replicas whose last bits differ would stay apart.
+                dist.broadcast(there, group=split.over_replicas, group_src=0)
             flat = at(flat.device, there)
         found = torch.split(flat, [value.numel() for value in values])
         return [each.view(value.shape) for each, value in zip(found, values, strict=True)]
