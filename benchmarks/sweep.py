@@ -14,7 +14,8 @@ evaluations measure the answers' tokens, theirs all: so no losses are compared.
   step, checkpoint and evaluation; and `rest`, all else that the sweep takes for a trial: its share of the total (times
   CONCURRENT), less phases and `train`. So processes that start before the first phase, the end of a run, and what
   decides over trials are in `rest`
-- overhead: phases and `rest`, without `train`
+- overhead: phases and `rest`, without `train`. Ours trains its first steps on rows that the rank has read itself, and
+  waits for the stream after them, in `train` (5 to 6 s of two trials on two cores); the other side waits in `data`
 
 Of all trials of a round the mean, of rounds the median; the ratio is the median of ours by theirs in the same round,
 with the lowest and the highest, and that of processor time counts where a round began at a load above 1.
