@@ -138,12 +138,13 @@ def is_wrapped(config: ParallelConfig, world: int) -> bool:
     return world > 1 or config.precision in COMPUTE_DTYPE or config.cpu_offload
 
 
-def left_alone(model: nn.Module, config: ParallelConfig, world: int) -> set[nn.Parameter]:
-    """Return the weights that FSDP leaves as they are: one rank's frozen weights, in the type they are computed in.
+def left_alone(model: nn.Module, config: ParallelConfig, parts: int) -> set[nn.Parameter]:
+    """Return the weights that FSDP leaves as they are: frozen ones in the type they are computed in, if a rank has each
+    as a whole. `parts`: into how many weights are cut.
 
     FSDP would copy each of them in every step, and keep the copy: with adapters, all of an 8B (15 GiB) once more.
     """
-    if world > 1 or config.cpu_offload:
+    if parts > 1 or config.cpu_offload:
         return set()
     as_computed = (compute_dtype(config.precision), torch.uint8)  # quantized rows are widened where they multiply
     return {p for p in model.parameters() if not p.requires_grad and p.dtype in as_computed}
@@ -164,7 +165,9 @@ def shard(
     """
     if not is_wrapped(config, mesh.size()):
         return
-    alone = left_alone(model, config, mesh.size())
+    names = mesh.mesh_dim_names or ()
+    copies = mesh.size(names.index("replicate")) if "replicate" in names else 1
+    alone = left_alone(model, config, mesh.size() // copies)
     axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
     if mesh.mesh_dim_names != axes:
         mesh = mesh[axes]
@@ -241,7 +244,10 @@ def describe(
     It also has what a rank receives in a step of `micro_batches` micro-batches of `tokens` tokens. The network is not
     sharded yet.
     """
-    width, alone = compute_dtype(config.precision).itemsize, left_alone(model, config, layout.world)
+    width, alone = (
+        compute_dtype(config.precision).itemsize,
+        left_alone(model, config, layout.shard_size * layout.tensor),
+    )
     sizes = [sum(_nbytes(p, width) for p in unit.parameters if p not in alone) for unit in units]
     rest = sum(_nbytes(p, width) for p in model.parameters() if p not in alone) - sum(sizes)
     named: dict[str, list[int]] = {}

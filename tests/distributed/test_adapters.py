@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -122,9 +121,17 @@ def test_worlds_agree(tmp_path: Path, model: str, kind: str, worlds: tuple[int, 
 
 
 def train_as_before(values: dict[str, Any], before: bool) -> None:
-    """One rank of a run. `before`: FSDP gets the frozen weights of one rank, too."""
-    with mock.patch.object(parallel, "left_alone", lambda *_: set()) if before else nullcontext():
+    """One rank of a run. `before`: FSDP gets the frozen weights, too, of which a rank has all."""
+    left_alone, found = parallel.left_alone, list[int]()
+
+    def counted(*given: Any) -> set[torch.nn.Parameter]:
+        alone = set() if before else left_alone(*given)
+        found.append(len(alone))
+        return alone
+
+    with mock.patch.object(parallel, "left_alone", counted):
         train_rank(values)
+    assert before or min(found) > 8
 
 
 def hashes(found: CommittedCheckpoint) -> dict[str, str]:
@@ -132,12 +139,16 @@ def hashes(found: CommittedCheckpoint) -> dict[str, str]:
     return {name: sha256(each.numpy()).hexdigest() for name, each in rows.items()}
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=SLOW), pytest.param("whole", marks=SLOW)])
-def test_frozen_weights_that_are_left_alone_change_no_bit(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [("lora", 1), ("lora", 2), pytest.param("dora", 1, marks=SLOW), pytest.param("whole", 2, marks=SLOW)],
+)
+def test_frozen_weights_that_are_left_alone_change_no_bit(tmp_path: Path, kind: str, world: int) -> None:
     found = []
     for name in ("now", "before"):
-        config = config_of(tmp_path, "llama", METHODS[kind], name, parallel={"precision": "bf16"})
-        run_ranks(train_as_before, 1, config.model_dump(), name == "before")
+        sections: Any = {"parallel": {"precision": "bf16", "strategy": "replicate"}}
+        config = config_of(tmp_path, "llama", METHODS[kind], name, **sections)
+        run_ranks(train_as_before, world, config.model_dump(), name == "before")
         found.append((read_trajectory(RunDir.of(config).metrics), hashes(checkpoints(run_dir(config))[-1])))
     assert len(found[0][0]) == STEPS and len(found[0][1]) > 20
     assert found[0] == found[1]
