@@ -244,10 +244,8 @@ def describe(
     It also has what a rank receives in a step of `micro_batches` micro-batches of `tokens` tokens. The network is not
     sharded yet.
     """
-    width, alone = (
-        compute_dtype(config.precision).itemsize,
-        left_alone(model, config, layout.shard_size * layout.tensor),
-    )
+    width = compute_dtype(config.precision).itemsize
+    alone = left_alone(model, config, layout.shard_size * layout.tensor)
     sizes = [sum(_nbytes(p, width) for p in unit.parameters if p not in alone) for unit in units]
     rest = sum(_nbytes(p, width) for p in model.parameters() if p not in alone) - sum(sizes)
     named: dict[str, list[int]] = {}
