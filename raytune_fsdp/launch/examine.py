@@ -24,7 +24,7 @@ from raytune_fsdp.launch.local import start_ranks
 from raytune_fsdp.launch.quiet import quiet
 from raytune_fsdp.launch.signals import listening
 from raytune_fsdp.launch.torchrun import ranks_here
-from raytune_fsdp.launch.worker import alone, choose_device, join
+from raytune_fsdp.launch.worker import alone, choose_device, gpus_here, join
 from raytune_fsdp.model.attention.choose import generating
 from raytune_fsdp.model.directory.scoring import check_measured
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
@@ -108,7 +108,7 @@ def _measured(
 
 def check_workers(config: FinetuneConfig, workers: int) -> None:
     """Refuse more ranks than this machine has GPUs, where it has some: each rank takes one."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = gpus_here()
     if config.cluster.device != "cpu" and 0 < gpus < workers:
         raise ConfigError(
             f"--workers {workers}: this machine has {gpus} GPU{'s' * (gpus != 1)}, and each rank takes one: lower "

@@ -34,7 +34,7 @@ from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
 from raytune_fsdp.launch.shared_storage import check_shared
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, hear_no_ctrl_c, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import Meeting, is_rank0, meet, ranks_here, under_torchrun, world_of_torchrun
-from raytune_fsdp.launch.worker import alone, choose_device, join, work
+from raytune_fsdp.launch.worker import alone, choose_device, gpus_here, join, work
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.predict.preflight import preflight
 from raytune_fsdp.record import names
@@ -61,7 +61,7 @@ def world_size(config: FinetuneConfig) -> int:
     """Return the number of ranks that this config asks for on this machine."""
     if under_torchrun():
         return world_of_torchrun()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = gpus_here()
     wanted = config.cluster.most
     if wanted is not None:
         if config.cluster.device == "cuda" and wanted > gpus:
@@ -82,7 +82,7 @@ def check_gpus(config: FinetuneConfig) -> None:
 
 def _check_gpus_of_torchrun(config: FinetuneConfig) -> None:
     """Refuse fewer GPUs than ranks: on the CPU they would wait for those on the GPUs of other machines."""
-    gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, ranks_here()
+    gpus, ranks = gpus_here(), ranks_here()
     together = config.cluster.device == "cuda" or ranks < world_of_torchrun()
     if config.cluster.device != "cpu" and together and 0 < gpus < ranks:
         raise ConfigError(

@@ -28,10 +28,14 @@ from raytune_fsdp.run.resume_point import ResumePoint, RunInputs
 from raytune_fsdp.step.precision import numerics
 
 
+def gpus_here() -> int:
+    """Return how many GPUs of this machine torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def choose_device(wanted: str, workers_here: int) -> torch.device:
     """Return this rank's device, following `cluster.device`."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and gpus < workers_here):
+    if wanted == "cpu" or (wanted == "auto" and gpus_here() < workers_here):
         return torch.device("cpu")
     return torch.device("cuda", local_rank())
 
