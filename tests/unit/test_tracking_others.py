@@ -257,10 +257,12 @@ def test_what_is_measured_beside_training_follows(tmp_path: Path, wandb: FakeWan
     measured(10)
     first = tracker()
     attempt(tmp_path, first, 1, 1, 27)
-    until(lambda: first._steps.sent.step == 20 and first._measured.sent.step == 10)
+    until(lambda: first._steps.sent == following.Position(20, 2) and first._measured.sent.step == 10)
     hand_over(first)
     measured(20)
     attempt(tmp_path, second := tracker(), 2, 21, 50)
+    # Between a step and its evaluation, W&B would get that one in the next row, as where a run is resumed there.
+    until(lambda: second._steps.sent == following.Position(50, 2))
     hand_over(second)
     attempt(tmp_path, tracker(), 3, 51, 60).finish("finished")
     measured(40)
