@@ -35,15 +35,15 @@ def stand(
     """Where a rank, on a node of its own, begins."""
     from raytune_fsdp.base.collectives import on_rank0
     from raytune_fsdp.checkpoint.location import hold
-    from raytune_fsdp.run.peers.going_on import with_peers
+    from raytune_fsdp.run.peers.going_on import look_with_peers
     from raytune_fsdp.run.prepare import prepare
-    from raytune_fsdp.run.resume_point import agree, look
+    from raytune_fsdp.run.resume_point import agree
 
     config, world = FinetuneConfig.model_validate(values), dist.get_world_size()
     storage = reach(served, f"n{dist.get_rank()}", nodes=[f"n{each}" for each in range(world)])
     hold(storage)
     prepared, _ = on_rank0(lambda: prepare(config, world), what="prepare the run")
-    standing = agree(config, prepared, lambda: with_peers(config, prepared, look(config, prepared, world), storage))
+    standing = agree(config, prepared, lambda: look_with_peers(config, prepared, world, storage))
     return config, prepared, standing, storage
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import xxhash
 
+from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.base.measured import Saved
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.base.untrusted import UnsoundError
@@ -45,7 +46,7 @@ from raytune_fsdp.record.jsonl import read_events, read_trajectory, steps_after
 from raytune_fsdp.run.assemble import LauncherHooks
 from raytune_fsdp.run.open_record import run_start
 from raytune_fsdp.run.peers.copies import PeerCopies
-from raytune_fsdp.run.peers.going_on import with_peers
+from raytune_fsdp.run.peers.going_on import look_with_peers, with_peers
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.resume_point import agree
 from raytune_fsdp.run.saving import lost_seconds, uncommitted_seconds
@@ -585,6 +586,19 @@ def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
     place.metrics.write_text(record.replace(line, '"attempt": 7'))
     assert with_peers(config, prepared, before, storage) is before, "another attempt has trained that step"
     place.metrics.write_text(record)
+    # Checkpoints that are damaged meanwhile are no reason to lose what is in memory.
+    manifests = [Path(each.path) / "manifest.json" for each in committed(place.checkpoints)]
+    whole = [each.read_bytes() for each in manifests]
+    for each in manifests:
+        each.write_bytes(b"{")
+    alone_left = look_with_peers(config, prepared, 1, storage)
+    assert (alone_left.state.step, alone_left.from_peers, alone_left.commit) == (9, True, None)
+    hold(empty := Nodes(["a", "b"]).ranks[0])
+    with pytest.raises(ResumeError, match="every checkpoint is damaged"):
+        look_with_peers(config, prepared, 1, empty)
+    for each, content in zip(manifests, whole, strict=True):
+        each.write_bytes(content)
+    assert look_with_peers(config, prepared, 1, storage).commit == before.checkpoint
     assert copied(config, storage)[1] == [(4, False), (8, False), (12, False), (14, False)]
     (again,) = [each["fields"] for each in read_events(place.events) if each["fields"].get(names.FROM_PEERS)]
     assert again["resumed_from"] == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,6 +195,27 @@ def test_a_full_disk_keeps_the_driver_from_no_attempt(tmp_path: Path) -> None:
     assert times[0] <= times[1] <= lines[0]["time"] and times[2:] == [None, None]
     (told,) = [line for line in said if "cannot be written" in line]
     assert told.startswith(f"{file} cannot be written ([Errno 28] No space left on device): what the driver records")
+
+
+def test_a_mount_that_does_not_answer_keeps_the_driver_for_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, said = begin(tmp_path, limit=-1)
+    monkeypatch.setattr(attempts, "_EVENT_SECONDS", 0.05)
+    answers, append = threading.Event(), attempts.append_event
+    monkeypatch.setattr(attempts, "append_event", lambda *a, **k: (answers.wait(), append(*a, **k)))
+    began = time.monotonic()
+    known.event("drained", node="n1")
+    known.event("first_step", seconds=1)
+    assert time.monotonic() - began < 2 and len(said) == 1 and "cannot be written (it does not answer)" in said[0]
+    answers.set()
+    file = RunDir.of(make_config(tmp_path)).events
+    while known._unwritten:
+        time.sleep(0.01)
+    known.event("resized", before=2, after=1)
+    lines = read_events(file)
+    assert [line["event"] for line in lines] == ["drained", "first_step", "resized"]
+    assert "happened" not in lines[2]["fields"]
 
 
 def test_a_driver_that_was_replaced_records_nothing(tmp_path: Path) -> None:

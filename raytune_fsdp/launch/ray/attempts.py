@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 
 from raytune_fsdp.base.errors import (
@@ -42,6 +42,7 @@ from raytune_fsdp.record.lines import now
 
 _REPEATS = 3  # equal failures from within that end the run, whatever `cluster.max_failures` says
 _STORAGE_SECONDS = 5.0  # how long a message waits for the number of the last committed step
+_EVENT_SECONDS = 10.0  # how long an event is waited for; a lock that is missing is looked for for 5 s
 
 
 class Attempts:
@@ -80,6 +81,8 @@ class Attempts:
         self._same_since = step
         self._unwritten: list[tuple[str, int, dict[str, object]]] = []
         """Events that could not be written yet: name, attempt and fields."""
+        self._writing: Future[str] | None = None
+        """What writes them, if it takes long."""
         self._redone = 0
         """How many steps earlier attempts have trained and not saved."""
 
@@ -190,23 +193,38 @@ class Attempts:
         return self._committed
 
     def event(self, name: str, **fields: object) -> None:
-        """Record an event, and those before it that could not be written."""
+        """Record an event, and those before it that could not be written. Nothing that the driver does depends on them,
+        so it waits some seconds at most: on a mount that does not answer, it would hear no signal and find no hang."""
+        self._unwritten.append((name, self.number, fields))
+        known, self._writing = self._writing, None
+        if known is None or known.done():
+            known = in_thread(self._write, "events")
+        if not wait([known], timeout=_EVENT_SECONDS).done:
+            self._writing = known
+            self._cannot_write("it does not answer", fields)
+        elif why := known.result():
+            self._cannot_write(why, fields)
+
+    def _write(self) -> str:
+        """Write what is unwritten. Return why that is not possible; empty if nothing is left."""
         if (lease := lease_of(self._place.lock)) is not None:
             lease.check()
-        self._unwritten.append((name, self.number, fields))
         while self._unwritten:
-            first, number, known = self._unwritten[0]
+            name, number, fields = self._unwritten[0]
             try:
-                append_event(self._place.events, first, attempt=number, fields=known)
-            except TransientError as error:  # a full disk: nothing that the driver does depends on its lines
-                fields["happened"] = now()
-                if len(self._unwritten) == 1:
-                    self._say(
-                        f"{self._place.events} cannot be written ({in_one_line(error.__cause__ or error)}): what the "
-                        "driver records is written with the next line that can be; make room, or make it writable"
-                    )
-                return
+                append_event(self._place.events, name, attempt=number, fields=fields)
+            except TransientError as error:  # a full disk
+                return in_one_line(error.__cause__ or error)
             del self._unwritten[0]
+        return ""
+
+    def _cannot_write(self, why: str, fields: dict[str, object]) -> None:
+        fields["happened"] = now()
+        if len(self._unwritten) == 1:
+            self._say(
+                f"{self._place.events} cannot be written ({why}): what the driver records is written with the next "
+                "line that can be; make room, or make it writable"
+            )
 
     def _described(self, cause: str, rank: int | None) -> str:
         """Describe a failure with all that helps: which rank, where, why, the last committed step, and the logs."""

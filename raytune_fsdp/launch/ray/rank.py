@@ -227,7 +227,7 @@ def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int, pe
     """Agree where this attempt starts. Collective."""
     from raytune_fsdp.checkpoint.location import hold
     from raytune_fsdp.launch.shared_storage import check_seen
-    from raytune_fsdp.run.peers.going_on import with_peers
+    from raytune_fsdp.run.peers.going_on import look_with_peers
     from raytune_fsdp.run.resume_point import agree, look, on_world
 
     if peers is not None:
@@ -237,8 +237,9 @@ def _agree(job: RankJob, prepared: RunInputs, first: ResumePoint, world: int, pe
         check_seen(job.token)  # the driver checked its storage: it must be this one
         if job.first:
             return on_world(job.config, prepared, first, world)
-        standing = look(job.config, prepared, world)
-        return standing if peers is None else with_peers(job.config, prepared, standing, peers)
+        if peers is None:
+            return look(job.config, prepared, world)
+        return look_with_peers(job.config, prepared, world, peers)
 
     standing = agree(job.config, prepared, begin)
     assert standing.plan.layout.world == world, (standing.plan.layout, world)

@@ -388,9 +388,10 @@ class AttemptSupervisor:
         for rank in ranks.values():
             if rank.node_id in leaving:
                 left = leaving[rank.node_id]
-                self._attempts.event(names.DRAINED, node=rank.node, seconds_left=left)
                 soon = "soon" if left is None else f"in {left:.0f} s"
                 self._make_way(StopReason.DRAIN, f"the node {rank.node} will be taken away {soon}")
+                # Last: storage that does not answer would keep the ranks from hearing of it.
+                self._attempts.event(names.DRAINED, node=rank.node, seconds_left=left)
                 return
         if attempt.trains and (size := self._sizes.growth(nodes, ranks)) is not None:
             self._make_way(StopReason.RESIZE, f"there is room for {size} workers")

@@ -5,17 +5,31 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from raytune_fsdp.base.errors import RaytuneError, in_one_line
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
+from raytune_fsdp.base.errors import RaytuneError, ResumeError, in_one_line
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.storage import Storage
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record.jsonl import read_step
 from raytune_fsdp.run.resume import Resumed, check_same_run
-from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, resume_point_of
+from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, look, resume_point_of
 
 logger = logging.getLogger(__name__)
+
+
+def look_with_peers(config: FinetuneConfig, prepared: RunInputs, world: int, storage: Storage) -> ResumePoint:
+    """Return where the run is now, in a peer copy or a checkpoint: see `look`. Call on rank 0."""
+    try:
+        standing = look(config, prepared, world)
+    except ResumeError as error:  # every checkpoint is damaged, or gone: a newer copy is all that is left of the run
+        after = max((found.step for found in committed(prepared.place.checkpoints)), default=0)
+        copy = _newest_copy(config, prepared, world, storage, after=after, damaged={})
+        if copy is None:
+            raise
+        logger.warning("%s; the run goes on from its peer copy of step %d", in_one_line(error), copy.state.step)
+        return copy
+    return with_peers(config, prepared, standing, storage)
 
 
 def with_peers(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint, storage: Storage) -> ResumePoint:
@@ -23,18 +37,26 @@ def with_peers(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoin
 
     Call on rank 0. Whether the copy is whole, all ranks find out together.
     """
+    world, step = standing.plan.layout.world, standing.state.step
+    copy = _newest_copy(config, prepared, world, storage, after=step, damaged=standing.damaged)
+    if copy is None:
+        return standing
+    return replace(copy, attempt=standing.attempt, windows_built=standing.windows_built, behind=standing.commit)
+
+
+def _newest_copy(
+    config: FinetuneConfig, prepared: RunInputs, world: int, storage: Storage, *, after: int, damaged: Damaged
+) -> ResumePoint | None:
     for found in sorted(committed(storage.location), key=lambda each: (each.attempt, each.step), reverse=True):
         try:
-            if found.step <= standing.state.step or not _is_on_record(prepared.place, found):
+            if found.step <= after or not _is_on_record(prepared.place, found):
                 continue
-            resumed = Resumed(checkpoint=found, state=read_state(found), damaged=standing.damaged)
+            resumed = Resumed(checkpoint=found, state=read_state(found), damaged=damaged)
             check_same_run(resumed, prepared.identity, prepared.files_of_data)
-            again = resume_point_of(config, prepared, standing.plan.layout.world, resumed)
+            return resume_point_of(config, prepared, world, resumed)
         except RaytuneError as error:
             logger.warning("the peer copy of step %d is not used: %s", found.step, in_one_line(error))
-            continue
-        return replace(again, attempt=standing.attempt, windows_built=standing.windows_built, behind=standing.commit)
-    return standing
+    return None
 
 
 def _is_on_record(place: RunDir, found: CommittedCheckpoint) -> bool:

@@ -32,7 +32,11 @@ def main(template: str, argv: list[str]) -> None:
             connection.sendall(asked)
             pid = json.loads(connection.makefile("rb").readline() or b"{}").get("pid")
             if pid is not None:
-                connection.sendall(b"go")  # until then the fork waits: who gives up here will be the worker itself
+                try:
+                    connection.sendall(b"go")  # until then the fork waits: who gives up here will be the worker itself
+                except OSError:  # it has ended, and so has the template
+                    pid = None
+                    raise
                 # While the connection lives, so does the fork: Ray may end either of the two. The end of the
                 # connection says nothing, since a template may end before its forks.
                 select.select([os.pidfd_open(pid)], [], [])
