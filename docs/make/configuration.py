@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raytune_fsdp.config.load import ROOT
-from raytune_fsdp.config.schema import DescribedField, describe
+from raytune_fsdp.config.schema import DescribedField, Place, describe
+from raytune_fsdp.tune.spec import SWEEP
 
 PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
 
@@ -20,6 +21,7 @@ Every field of a run's config, with its default, and how to write it.
 
 - [The rules](#the-rules) of the file and of the command line
 - [The fields](#the-fields): <sections>
+- [The fields of a sweep](#the-fields-of-a-sweep)
 
 A run is described by one YAML file, and every field of it can be set on the command line:
 
@@ -114,10 +116,19 @@ the variable from the environment, and every other field refuses it.
 """
 
 
+_HEAD = "| Field | Type | Default | Meaning |\n| --- | --- | --- | --- |"
+_SWEEP = """
+## The fields of a sweep
+
+What [`raytune-fsdp sweep`](sweeps.md) reads, by the same rules; `raytune-fsdp schema --sweep` prints the schema.
+"""
+
+
 def page() -> str:
     sections = dict.fromkeys(field.path.split(".")[0] for field in describe(ROOT))
     contents = ", ".join(f"[{name}](#{name})" for name in sections)
-    return _INTRO.replace("<sections>", contents) + "\n".join(_sections()) + "\n"
+    rest = "\n".join([*_sections(), _SWEEP, *_table(SWEEP)])
+    return f"{_INTRO.replace('<sections>', contents)}{rest}\n"
 
 
 def _sections() -> Iterator[str]:
@@ -127,8 +138,13 @@ def _sections() -> Iterator[str]:
             section = field.path.split(".")[0]
             place = ROOT.child(section)
             yield f"\n### {section}\n\n{place.doc if place is not None else ''}\n"
-            yield "| Field | Type | Default | Meaning |\n| --- | --- | --- | --- |"
+            yield _HEAD
         yield _row(field)
+
+
+def _table(root: Place) -> Iterator[str]:
+    yield _HEAD
+    yield from map(_row, describe(root))
 
 
 def _row(field: DescribedField) -> str:

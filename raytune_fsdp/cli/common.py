@@ -332,7 +332,7 @@ class ConfigParser(Parser):
 
         usage, indent = self.format_usage(), " " * len(f"usage: {self.prog} ")
         options = super().format_help().replace(usage, f"{usage}{indent}[--section.field VALUE ...]\n", 1)
-        return f"{options}\nsections of the config (--help SECTION):\n{sections_in_words(ROOT, _width())}"
+        return f"{options}\nsections of the config (--help SECTION):\n{sections_in_words(ROOT, help_width())}"
 
     def help_of(self, section: str) -> str:
         """Return the fields of a section (`optim`, `optim.schedule`); of all, after the page, for `all`."""
@@ -340,7 +340,7 @@ class ConfigParser(Parser):
         from raytune_fsdp.config.schema import describe, help_text
 
         if section == "all":
-            return f"{self.format_help()}\n{help_text(ROOT, _width())}"
+            return f"{self.format_help()}\n{help_text(ROOT, help_width())}"
         known = {entry.path for entry in describe(ROOT)}
         known |= {path.rpartition(".")[0] for path in known}
         path = re.sub(r"\.\d+(?=\.|$)", ".N", section)
@@ -348,10 +348,10 @@ class ConfigParser(Parser):
             if any(not action.option_strings for action in self._actions):  # what the command is about
                 return self.format_help()
             self.error(f"--help {section}: no such section or field of the config{nearest(section, known)}")
-        return help_text(ROOT, _width(), below=path)
+        return help_text(ROOT, help_width(), below=path)
 
 
-def _width() -> int:
+def help_width() -> int:
     # Two columns less than the terminal, as in argparse's part of the help, which is above ours.
     return max(40, min(shutil.get_terminal_size().columns, 120) - 2)
 

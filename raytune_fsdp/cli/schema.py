@@ -9,14 +9,18 @@ from raytune_fsdp.cli.common import Parser, main_of
 
 
 def parser_of(prog: str) -> Parser:
-    return Parser(prog, "Print the JSON schema of a run's config, for editors.")
+    parser = Parser(prog, "Print the JSON schema of a run's config, for editors.")
+    parser.add_argument("--sweep", action="store_true", help="that of a sweep, whose base is not described again")
+    return parser
 
 
 def _schema(parser: Parser, arguments: Sequence[str]) -> int:
-    parser.parse(arguments)
+    found = parser.parse(arguments)
     from raytune_fsdp.config import FinetuneConfig
+    from raytune_fsdp.tune.spec import SweepSpec
 
-    print(json.dumps(FinetuneConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    described = SweepSpec if found.sweep else FinetuneConfig
+    print(json.dumps(described.model_json_schema(), indent=2, ensure_ascii=False))
     return 0
 
 

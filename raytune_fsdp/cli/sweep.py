@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from raytune_fsdp.cli.common import Parser, add_trust, main_of, say
+from raytune_fsdp.cli.common import Parser, add_trust, help_width, main_of, say
 from raytune_fsdp.cli.plan_on_gpus import PER_NODE, gpu_of
 
 if TYPE_CHECKING:
@@ -22,12 +22,19 @@ if TYPE_CHECKING:
 DEMO = "demo"
 
 
+class _SweepParser(Parser):
+    def format_help(self) -> str:
+        from raytune_fsdp.config.schema import help_text
+        from raytune_fsdp.tune.spec import SWEEP
+
+        return f"{super().format_help()}\nfields of the sweep:\n\n{help_text(SWEEP, help_width())}"
+
+
 def parser_of(prog: str) -> Parser:
-    parser = Parser(
+    parser = _SweepParser(
         prog,
         "Train the trials of a sweep: runs of one base with other values, of which the worse ones stop early. The same "
-        "command goes on with a sweep that was stopped or killed. Every field of the sweep is a flag: --field VALUE, "
-        "--section.field VALUE.",
+        "command goes on with a sweep that was stopped or killed. Every field of the sweep is a flag.",
     )
     parser.add_argument("sweep", help="YAML file with the sweep; demo: a small one, of about a minute")
     parser.add_argument(
@@ -37,6 +44,7 @@ def parser_of(prog: str) -> Parser:
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="with --gpu: of each machine (default: 8)")
     parser.add_argument("--price", type=float, metavar="X", help="with --gpu: price of a GPU for an hour")
     parser.add_argument("--json", action="store_true", help="with --dry-run: print JSON")
+    parser.add_argument("--force", action="store_true", help="start a trial also if it would not fit (train --force)")
     add_trust(parser)
     return parser
 
@@ -58,7 +66,9 @@ def _sweep(parser: Parser, arguments: Sequence[str]) -> int:
         result = sweep(
             spec,
             before=lambda configs, scheduler: _say_cost(found, spec, configs, scheduler),
+            so_far=lambda result: _say_result(spec, result),
             trust_places=found.trust_places,
+            force=found.force,
         )
     _say_result(spec, result)
     return 0

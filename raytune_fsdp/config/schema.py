@@ -254,6 +254,8 @@ def _option_in_words(option: Option) -> str:
         what = f"{type_in_words(others)} or maps" if item.mixed else what
         least = [bound.min_length for bound in option.bounds if isinstance(bound, bounds.MinLen)]
         return f"list of {what} (at least {least[0]})" if least else f"list of {what}"
+    if get_origin(option.type) is dict:
+        return "map with any keys"
     if is_section(option.type):
         fields = list(option.type.model_fields)
         return f"map of {' and '.join(fields)}" if len(fields) < 3 else "map"

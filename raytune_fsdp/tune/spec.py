@@ -72,8 +72,8 @@ def _values(value: Any) -> Any:
 
 class GridSearch(Section):
     type: Literal["grid"] = "grid"
-    """Every combination of the values in `space`, in the order in which they are written; the last field changes
-    first."""
+    """Every combination of the values in `space`, in the order in which they are written; the last field varies
+    fastest."""
 
 
 class RandomSearch(Section):
@@ -95,7 +95,7 @@ class OptunaSearch(Section):
     """How many trials."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the sampler."""
+    """Seed of the draws."""
 
 
 SearchChoice = Annotated[GridSearch | RandomSearch | OptunaSearch, Field(discriminator="type")]
@@ -121,7 +121,8 @@ class AshaScheduler(Section):
     its rung so far. Nobody waits; which trials go on depends on who arrives first, and is on the log."""
 
     first: int | None = Field(default=None, ge=1)
-    """Step of the first rung, as with `rungs`."""
+    """Step of the first rung; the others are at this times eta, eta squared, and so on. Trials must be evaluated there.
+    Null: the first evaluation (`eval.every`)."""
 
     eta: int = Field(default=2, ge=2)
     """One in this many trials goes on from each rung."""

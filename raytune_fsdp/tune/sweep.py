@@ -33,7 +33,7 @@ from raytune_fsdp.tune.turn import begun_of, check_same, with_metric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """What a sweep has come to."""
+    """What a sweep has come to, be it over or not."""
 
     log: Sequence[Entry]
     best: Trial
@@ -65,12 +65,15 @@ def sweep(
     spec: SweepSpec,
     *,
     before: Callable[[Sequence[FinetuneConfig], Scheduler], None] = lambda configs, scheduler: None,
+    so_far: Callable[[SweepResult], None] = lambda result: None,
     trust_places: bool = False,
+    force: bool = False,
 ) -> SweepResult:
     """Train the trials of a sweep to its end. Raises Interrupted where it is to stop before; the same call goes on.
 
     To be called in the main thread: the processes of trials end with the thread that has started them. `before` is
-    called once nothing is wrong with the sweep, before anything is started. `trust_places`: as in `finetune`.
+    called once nothing is wrong with the sweep, before anything is started; `so_far` where it ends before it is over,
+    if a trial was measured. `trust_places`, `force`: as in `finetune`.
     """
     configs, scheduler = checked(spec)
     place, board, first = SweepDir.of(spec), SweepBoard(spec), configs[0]
@@ -89,26 +92,30 @@ def sweep(
             return signals.count + requests.stopping()
 
         try:
-            with ray_for(first, spec.concurrent, begun.threads, place.path) as cluster:
+            with ray_for(configs, spec.concurrent, begun.threads, place.path) as cluster:
                 if cluster.about is not None:
                     board.say(f"Ray for all trials: {cluster.about}")
                 signals.hold()  # from here on they are looked at between two looks at the trials
-                flags = ["--trust-places"] if trust_places else []
+                flags = [*["--trust-places"] * trust_places, *["--force"] * force]
                 Runner(
                     spec, scheduler, log,
                     stops=stops, board=board, cluster=cluster, lease=lease, parent=tracked.id, flags=flags,
                 ).run()  # fmt: skip
                 over = True
         finally:
-            best = best_of(leaderboard(log.entries))
+            rows = leaderboard(log.entries)
+            best = best_of(rows)
             try:
                 if best is not None:
                     put_best(spec, log.entries, best)
             except (OSError, RaytuneError) as error:  # must not hide what has ended the sweep
                 board.say(f"{place.best} could not be written: {in_one_line(error)}; the same command writes it")
             tracked.end(log.entries, best, over=over)
+            if best is not None and not over:
+                so_far(SweepResult(log=log.entries, best=best.trial, place=place))
     if best is None:
-        raise TrainingError(f"no trial of {spec.name} was measured: {place.outputs} has what they have said")
+        what = "no trial was measured" if all(row.value is None for row in rows) else "every trial has failed"
+        raise TrainingError(f"{spec.name}: {what}: {place.outputs} has what they have said")
     return SweepResult(log=log.entries, best=best.trial, place=place)
 
 

@@ -52,7 +52,8 @@ def standings(log: Sequence[Entry]) -> list[Standing]:
 
 
 def leaderboard(log: Sequence[Entry]) -> list[Standing]:
-    """Return all variants on the log, the best first: complete ones, then those that came furthest, then failed ones.
+    """Return all variants on the log, the best first: complete ones and those that came furthest, by their values;
+    then those that are less far, then failed ones.
 
     Without seeds each trial is a variant. The seeds of one stand together where the last of them stands.
     """
@@ -60,20 +61,22 @@ def leaderboard(log: Sequence[Entry]) -> list[Standing]:
     for each in standings(log):
         variants.setdefault(each.trial.variant, []).append(each)
     highest = bool(log) and isinstance(log[0], SweepBegun) and log[0].highest
-    return sorted(map(_together, variants.values()), key=lambda row: (*_place(row, highest), row.trial.number))
+    furthest = max((each.step for seeds in variants.values() for each in seeds if each.state != "failed"), default=0)
+
+    def place(row: Standing) -> tuple[bool, int, tuple[bool, float], int]:
+        value = math.nan if row.value is None else row.value
+        return *_behind(row, furthest), rank(value, highest), row.trial.number
+
+    return sorted((_together(seeds, furthest) for seeds in variants.values()), key=place)
 
 
-def _behind(each: Standing) -> tuple[bool, bool, int]:
-    """Return how far behind it is. Complete runs are compared whatever their lengths: some end early."""
-    complete = each.state == "complete"
-    return each.state == "failed", not complete, 0 if complete else -each.step
+def _behind(each: Standing, furthest: int) -> tuple[bool, int]:
+    """Return how far behind it is. Complete runs are compared whatever their lengths, as some end early: with each
+    other, and in a sweep that is not over with those that came furthest, which may long be better."""
+    return each.state == "failed", -(furthest if each.state == "complete" else each.step)
 
 
-def _place(row: Standing, highest: bool) -> tuple[bool, bool, int, tuple[bool, float]]:
-    return *_behind(row), rank(math.nan if row.value is None else row.value, highest)
-
-
-def _together(seeds: Sequence[Standing]) -> Standing:
+def _together(seeds: Sequence[Standing], furthest: int) -> Standing:
     if len(seeds) == 1:
         return seeds[0]
     values = [each.value for each in seeds if each.value is not None]
@@ -82,7 +85,7 @@ def _together(seeds: Sequence[Standing]) -> Standing:
         mean = math.nan
         with suppress(OverflowError, ValueError):  # a stranger's log has any numbers
             mean = fmean(values)
-    first, last = seeds[0], max(seeds, key=_behind)
+    first, last = seeds[0], max(seeds, key=lambda each: (*_behind(each, furthest), each.state != "complete"))
     return replace(
         last, trial=first.trial, changes=first.changes, generation=first.generation, value=mean, seeds=len(seeds)
     )

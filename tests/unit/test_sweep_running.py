@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,7 @@ from raytune_fsdp.tune.cost import cost_of, in_words
 from raytune_fsdp.tune.log import Decision, Draw, Entry, SweepLog, Trial, TrialEnded, Value, read_log
 from raytune_fsdp.tune.place import SweepDir, as_run
 from raytune_fsdp.tune.running import children, runner, tied
-from raytune_fsdp.tune.running.cluster import threads_for
+from raytune_fsdp.tune.running.cluster import ray_for, threads_for
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of, read_times
 from raytune_fsdp.tune.running.values import check_begins, check_own, measured_in
 from raytune_fsdp.tune.schedulers.choose import scheduler_of
@@ -131,6 +133,15 @@ def test_what_was_killed_with_its_command_took_the_time_until_its_last_step(tmp_
     found = TrialTimes(place).hours
     assert found == pytest.approx(ranks_of(run.place.path), rel=0.01)
     assert TrialTimes(place).hours == pytest.approx(found, rel=1e-4), "counted once"
+    times = TrialTimes(place)
+    times.started(1, "rates-001", 8)
+    later = datetime.fromtimestamp(hour_later - 360, UTC).isoformat()
+    times.trains("rates-001")
+    place.times.write_text("".join(  # it had waited for its ranks until six minutes before
+        line if "trains" not in line else json.dumps({**json.loads(line), "time": later}) + "\n"
+        for line in place.times.read_text().splitlines(keepends=True)
+    ))  # fmt: skip
+    assert TrialTimes(place).hours - found == pytest.approx(0.1 * ranks_of(run.place.path), rel=0.01)
 
 
 def sweep_of(directory: Path, **changes: Any) -> SweepSpec:
@@ -146,6 +157,22 @@ def test_trials_that_share_a_machine_share_its_cores_by_ranks(tmp_path: Path, mo
     assert [threads_for(config, trials) for trials in (1, 2, 4, 100)] == [None, 4, 2, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_for(config, 2) is None, "the user has said it"
+
+
+def test_the_ray_of_all_trials_has_room_for_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def held(command: Sequence[str], **_: object) -> None:
+        asked.update(json.loads(command[-1]))
+        raise OSError("enough was seen")
+
+    monkeypatch.setattr(subprocess, "Popen", held)
+    configs = checked(
+        sweep_of(tmp_path, space={"cluster.workers": {"grid": [1, 3]}, "cluster.launch": {"grid": ["ray"]}})
+    )[0]
+    with pytest.raises(OSError, match="enough was seen"), ray_for(configs, 2, None, tmp_path):
+        pass
+    assert asked["workers"] == 6
 
 
 def test_a_run_of_other_settings_is_no_trial(tmp_path: Path) -> None:
@@ -645,10 +672,15 @@ def test_how_a_sweep_ended_is_said_whatever_becomes_of_best_yaml(
         raise ConfigError("it makes no config any more")
 
     trials.patch.setattr("raytune_fsdp.tune.sweep.put_best", refused)
-    trials.does["rates-001"] = [lambda trial: trial.fails("the disk is full")] * 3
+    trials.does["rates-001"] = [lambda trial: trial.fails("the disk is full")] * 6
     with pytest.raises(TrainingError, match="rates-001 has failed 3 times, so the sweep stops: the disk is full"):
         sweep(trials.spec)
     assert "best.yaml could not be written: it makes no config any more; the same" in capsys.readouterr().out
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(trials.spec.model_dump(mode="json")))
+    assert main(["sweep", str(file)]) == 1
+    table, best = capsys.readouterr().out.split("trial ")[-1].split("\n\n")
+    assert table.splitlines()[1].startswith("rates-000 ") and best.startswith(f"best       {trials.place.best}\n")
 
 
 def test_a_full_disk_under_the_sweep_is_said_in_a_line(trials: Trials) -> None:

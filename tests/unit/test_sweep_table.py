@@ -28,10 +28,10 @@ def test_the_leaderboard() -> None:
     assert numbers(*log, highest=True) == [1, 2, 0, 3, 4]
     log += [Decision(10, (1, 2), (0, 3)), Value(1, 20, 5.0)]
     assert numbers(*log) == [1, 0, 2, 3, 4]  # who came further is before who did better earlier
-    log += [TrialEnded(2, 15), TrialEnded(1, 30, "broken")]
+    log += [Value(2, 15, 2.0), TrialEnded(2, 15), TrialEnded(1, 30, "broken")]
     assert numbers(*log) == [2, 0, 3, 4, 1]
     states = [(each.state, each.step, each.value) for each in leaderboard([SweepBegun({}, {}, False), *TRIALS, *log])]
-    assert states[:2] == [("complete", 10, 2.0), ("stopped", 10, 1.0)]
+    assert states[:2] == [("complete", 15, 2.0), ("stopped", 10, 1.0)]
     assert states[3:] == [("open", 0, None), ("failed", 20, 5.0)]
 
 
@@ -54,6 +54,21 @@ def test_the_best_has_a_value_and_has_not_failed() -> None:
     assert best(Value(0, 10, 1.0), TrialEnded(0, 10, "broken"), Value(1, 5, 2.0)) == 1
     assert best(Value(0, 10, 2.0), Value(1, 10, 2.0)) == 0
     assert best(Value(0, 10, 1.0), Value(1, 20, 2.0), TrialEnded(1, 20)) == 1
+
+
+def test_who_ended_early_is_compared_with_those_that_came_furthest() -> None:
+    """In a sweep that is not over: a run that its evaluations have ended early is complete, and may be poor."""
+    log: list[Entry] = [
+        Value(0, 60, 7.9),
+        TrialEnded(0, 60),
+        Value(1, 400, 2.0),
+        Value(2, 200, 1.0),
+        Value(3, 400, 9.0),
+    ]
+    log += [Value(4, 800, 1.0), TrialEnded(4, 800, "broken")]
+    assert best(*log) == 1 and numbers(*log) == [1, 0, 3, 2, 4]
+    assert best(*log, highest=True) == 3
+    assert best(Value(0, 60, 1.5), *log[1:]) == 0, "or good"
 
 
 def test_the_best_of_seeds_has_the_best_mean() -> None:

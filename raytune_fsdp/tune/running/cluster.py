@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,15 +58,17 @@ def _without_ray(config: FinetuneConfig) -> bool:
 
 
 @contextmanager
-def ray_for(config: FinetuneConfig, trials: int, threads: int | None, shared: Path) -> Iterator[TrialsRay]:
-    """Have a Ray for so many trials at a time while the context lasts. `config`: of any trial. `threads`: of each rank,
-    without Ray; None: not said here. `shared`: names the processes that their workers are forked from."""
+def ray_for(configs: Sequence[FinetuneConfig], trials: int, threads: int | None, shared: Path) -> Iterator[TrialsRay]:
+    """Have a Ray for so many trials at a time while the context lasts. `configs`: of the trials that are known.
+    `threads`: of each rank, without Ray; None: not said here. `shared`: names the processes that their workers are
+    forked from."""
+    config = configs[0]
     if _without_ray(config):
         yield TrialsRay(None, {"variables": {} if threads is None else {_OMP: str(threads)}})
         return
     cluster = config.cluster
     asked = {
-        "workers": trials * (cluster.most or 1), "cpus_per_worker": cluster.cpus_per_worker,
+        "workers": trials * max(each.cluster.most or 1 for each in configs), "cpus_per_worker": cluster.cpus_per_worker,
         "device": cluster.device, "start_seconds": cluster.start_seconds,
         # cluster.env may hold secrets, and everybody can read a command line: with it, a trial begins the template.
         "fork_workers": cluster.fork_workers and not cluster.env,

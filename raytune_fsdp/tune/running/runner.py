@@ -55,7 +55,8 @@ class TrialRun:
     measured: TrialRecord = field(default_factory=TrialRecord)
     ended: TrialEnded | None = None
     child: Child | None = None
-    since: float = 0.0
+    trains_since: float | None = None
+    """When an attempt of its process was first seen; None: there is none, so that it waits for room or prepares."""
     until: int | None = None
     """Where its process stops; None: at the run's end."""
     attempt: int = 0
@@ -76,8 +77,8 @@ class TrialRun:
 
     @property
     def seconds(self) -> float:
-        """What its process has taken: nothing as long as it waits for room, and so has no ranks."""
-        return time.monotonic() - self.since if self.measured.attempt > self.attempt else 0.0
+        """How long its ranks have been there."""
+        return 0.0 if self.trains_since is None else time.monotonic() - self.trains_since
 
 
 class Runner:
@@ -174,7 +175,7 @@ class Runner:
             if self._is_free(run):
                 self._start(run, stretch)
         if spent and not any(run.child is not None for run in self._runs.values()) and self._news == before:
-            raise Interrupted(f"{spent}; the same command with more goes on")
+            raise Interrupted(f"{spent}; with a larger budget the same command goes on")
         return self._news > before
 
     def _run_of(self, stretch: Stretch, trial: Trial) -> TrialRun | None:
@@ -233,7 +234,7 @@ class Runner:
         tree.setdefault("tracking", {}).setdefault("mlflow", {})["parent"] = self._parent
         config = FinetuneConfig.model_validate({**tree, "run": {**tree["run"], **changed}})
         output = self._place.output(run.name)
-        run.until, run.since, run.said = stretch.until, time.monotonic(), False
+        run.until, run.trains_since, run.said = stretch.until, None, False
         run.attempt, run.no_room = run.measured.attempt, run.measured.no_room
         try:
             output.parent.mkdir(exist_ok=True)
@@ -277,6 +278,9 @@ class Runner:
         """Read what the record of a run says, and note what is new."""
         known = {each.step for each in self._found if isinstance(each, Value) and each.trial == number}
         run.measured, metric = measured_in(run.config, run.place, self._spec.metric), self._spec.metric
+        if run.child is not None and run.trains_since is None and run.measured.attempt > run.attempt:
+            run.trains_since = time.monotonic()
+            self._times.trains(run.name)
         measured = {name for values in run.measured.everything.values() for name in values}
         if metric is not None and measured and metric not in measured:
             raise ConfigError(

@@ -31,6 +31,8 @@ class TrialTimes:
         for line in read_times(self._path):
             if line.get("what") == "started":
                 started[str(line.get("run"))] = line
+            elif line.get("what") == "trains" and str(line.get("run")) in started:
+                started[str(line.get("run"))]["time"] = line.get("time")
             elif line.get("what") == "ended":
                 started.pop(str(line.get("run")), None)
                 self.hours += _hours(line)
@@ -42,6 +44,10 @@ class TrialTimes:
 
     def started(self, trial: int, run: str, until: int | None) -> None:
         self._add("started", trial=trial, run=run, until=until)
+
+    def trains(self, run: str) -> None:
+        """Note that the ranks of the newest part of a run are there: what it has waited for them costs nothing."""
+        self._add("trains", run=run)
 
     def ended(self, trial: object, run: str, code: int | None, seconds: float) -> None:
         """`code`: the exit code of its process; None: nobody has seen its end."""

@@ -51,10 +51,24 @@ class Asha:
         here = [number for number in known if known[number].state == "open" and not self._waits(ladder, number)]
         # Those that came further first: a new trial begins where nobody may go on.
         here.sort(key=lambda number: (-ladder.rung[number], number))
+        if not here and (last := self._last(ladder)) is not None:
+            return Next([last], (), over=False)
         stretches = [
             Stretch(number, self._until(ladder, number), changes=known[number].trial.changes) for number in here
         ]
         return Next((), stretches, over=not here)
+
+    def _last(self, ladder: _Ladder) -> Decision | None:
+        """Let the best of the highest rung go on where all others have failed, or wait below it: somebody trains to the
+        end, unless somebody has."""
+        if any(each.state == "complete" for each in ladder.known.values()):
+            return None
+        for rung in reversed(range(len(self.steps))):
+            ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
+            for (strange, _), number in ranked:
+                if not strange and ladder.known[number].state == "open":
+                    return Decision(self.steps[rung], (number,), ())
+        return None
 
     def _ladder(self, trials: Sequence[Trial], log: Sequence[Entry]) -> _Ladder:
         ladder = _Ladder(histories(trials, log), {trial.number: 0 for trial in trials}, [{} for _ in self.steps])
