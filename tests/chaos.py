@@ -11,6 +11,7 @@ if not, if anything had to be done by hand, or if anything is left.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import signal
 import sys
@@ -30,10 +31,9 @@ from tests.disturbed import RECOVERY_SECONDS, Disturbed, compare, conclude, conf
 from tests.mlflow_server import Server, whole
 from tests.ray.jobs import ROOT, Nodes, Pipe, events
 
+STARTUP = ROOT / "benchmarks" / "results" / "startup.json"
 PAUSE_SECONDS, AFTER_STEP_SECONDS = 60.0, 10.0
 EVERY = 10
-BARE_RECOVERY_SECONDS = 13.9
-"""Of bare Ray Train after the loss of a rank: benchmarks/results/startup.json, median."""
 OUTAGE_SECONDS = 15.0
 AWAY_SECONDS, FLAP_SECONDS = 60.0, 20.0
 GONE_SECONDS = 150.0
@@ -264,7 +264,7 @@ def judge(found: dict[str, Any], *, exact: bool = True) -> list[str]:
     pace = median(line["step_seconds"] for line in lines)
     ours = sum(line["step_seconds"] for line in lines) / found["seconds"]
     faults = len(found["faults"])
-    lost = faults * (BARE_RECOVERY_SECONDS + EVERY / 2 * pace)
+    lost = faults * (bare_recovery() + EVERY / 2 * pace)
     bare = max(0.0, 1 - lost / found["seconds"])
     found |= {"steps": len(lines), "sizes": sizes, "equal_checkpoints": equal, "productive": ours, "bare_ray": bare}
     print(
@@ -275,6 +275,12 @@ def judge(found: dict[str, Any], *, exact: bool = True) -> list[str]:
         print(f"{what}: {grown / 2**20:+.2f} MiB from attempt to attempt")
     print(f"productive {ours:.0%}; bare Ray Train, had it recovered from each: at most {bare:.0%}")
     return problems
+
+
+def bare_recovery() -> float:
+    """The seconds that bare Ray Train takes after the loss of a rank, as they were last measured."""
+    seconds: float = json.loads(STARTUP.read_text())["recovery"]["bare"]["total"]
+    return seconds
 
 
 def main() -> int:
