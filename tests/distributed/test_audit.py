@@ -87,6 +87,7 @@ def test_steps_after_the_end_of_the_schedule(audit: Callable[..., tuple[int, str
     assert code == 0 and "the same to the bit" in said, said
 
 
+@pytest.mark.slow
 def test_a_run_that_added_gradients_in_16_bits_is_audited_as_it_was_trained(
     audit: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:

@@ -68,7 +68,8 @@ def test_at_the_same_step_on_any_number_of_ranks(tmp_path: Path, world: int) -> 
     assert len(rows) == END and [found.step for found in checkpoints(tmp_path / "runs" / "run")] == [6, 12, END]
 
 
-@pytest.mark.parametrize("stop_after", [*(pytest.param(step, marks=pytest.mark.slow) for step in (7, 16)), END])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop_after", [7, 16, END])
 def test_a_stop_changes_nothing(tmp_path: Path, stop_after: int) -> None:
     """Also one that comes before the evaluation that ends the run: the next attempt makes it up."""
     whole = trajectory(config_of(tmp_path, "whole"), 1)

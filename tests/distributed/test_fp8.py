@@ -49,7 +49,8 @@ def test_how_weights_travel_changes_nothing(tmp_path: Path, world: int) -> None:
     assert largest_difference(found[0], found[2], "loss") < 0.01
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_worlds_are_as_far_apart_as_in_bf16(tmp_path: Path, scaling: str) -> None:
     """A scale is that of a whole weight, or of a block's tokens, on any number of ranks: what differs is in which order
     gradients are summed."""

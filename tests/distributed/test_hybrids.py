@@ -102,6 +102,7 @@ def _logits(model: Any) -> torch.Tensor:
     return found
 
 
+@SLOW
 def test_a_run_whose_adapters_were_on_more_layers_goes_on_with_these(tmp_path: Path) -> None:
     """Older versions adapted `dt_proj`, too, whose weight Jamba's code reads past an adapter."""
     pytest.importorskip("peft")

@@ -17,7 +17,6 @@ from tests.runs import largest_difference, trajectory
     ("name", "packing", "worlds"),
     [
         ("kto weighted", "best_fit", (1, 3)),
-        ("kto", "none", (2,)),
         *(pytest.param(name, packing, (1, 2, 3, 5), marks=SLOW) for name in KTO for packing in ("best_fit", "none")),
     ],
 )
@@ -35,6 +34,7 @@ def test_a_plain_loop_and_all_worlds_agree(tmp_path: Path, name: str, packing: s
         assert "rewards/accuracies" not in told
 
 
+@pytest.mark.slow
 def test_exact_runs_have_the_same_bits_at_any_world(tmp_path: Path) -> None:
     """At any world; with weights by a count of the data, and an evaluation."""
     sections: dict[str, Any] = {

@@ -78,7 +78,7 @@ def test_routers_balance_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "compiled"),
-    [("chunked", False), pytest.param("plain", False, marks=SLOW), pytest.param("chunked", True, marks=SLOW)],
+    [pytest.param(*each, marks=SLOW) for each in (("chunked", False), ("plain", False), ("chunked", True))],
 )
 def test_resume_is_bit_equal_and_heads_agree(tmp_path: Path, loss: str, compiled: bool) -> None:
     """In bf16 on two ranks."""

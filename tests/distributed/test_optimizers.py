@@ -118,7 +118,7 @@ def alone() -> dict[str, dict[str, np.ndarray[Any, Any]]]:
 @pytest.mark.parametrize(
     ("world", "parallel"),
     [
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         (3, {}),
         pytest.param(4, {}, marks=pytest.mark.slow),  # three ranks share unevenly, too; four: the next
         pytest.param(4, {"strategy": "hybrid_shard", "shard_size": 2}, marks=pytest.mark.slow),
@@ -208,7 +208,7 @@ def lines(config: FinetuneConfig) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "kinds",
-    [("8bit", "rounded", "adafactor", "muon"), pytest.param(("sgd", "lion"), marks=pytest.mark.slow)],  # 8bit's code
+    [("8bit", "rounded"), pytest.param(("adafactor", "muon", "sgd", "lion"), marks=pytest.mark.slow)],
     ids="-".join,
 )
 def test_runs_agree_and_continue(tmp_path: Path, kinds: tuple[str, ...]) -> None:

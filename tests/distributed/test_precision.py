@@ -253,7 +253,7 @@ def train_poisoned(values: Mapping[str, Any], bad: set[int]) -> dict[str, Any]:
     return train_watched(parts, lambda step: now.__setitem__(0, step))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_ranks_nan_skips_the_update_on_all(tmp_path: Path, world: int) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": "fp32"}, train=SHORT)
     results = resident_ranks(train_poisoned, world, config.model_dump(), {4, 7, 8})

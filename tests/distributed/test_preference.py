@@ -36,7 +36,6 @@ def named(values: dict[str, Any], name: str) -> dict[str, Any]:
     ("name", "packing", "worlds"),
     [
         *((name, "best_fit", (1, 3)) for name in FEW),
-        ("dpo and sft", "none", (2,)),
         *(pytest.param(name, "best_fit", (1, 2, 3, 5), marks=SLOW) for name in PAIRS),
         *(pytest.param(name, "none", (1, 2, 3, 5), marks=SLOW) for name in PAIRS),
     ],
@@ -79,7 +78,7 @@ def test_exact_runs_have_the_same_bits_at_any_world(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "world", "mesh"),
     [
-        (PAIRS["dpo and sft"], 2, {"sequence": 2}),
+        pytest.param(PAIRS["dpo and sft"], 2, {"sequence": 2}, marks=SLOW),
         pytest.param(KTO["kto weighted"], 4, {"sequence": 2, "tensor": 2}, marks=SLOW),
         pytest.param(PAIRS["orpo"], 2, {"tensor": 2}, marks=SLOW),
         pytest.param(KTO["kto"], 4, {"sequence": 2}, marks=SLOW),

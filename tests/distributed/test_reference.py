@@ -322,6 +322,7 @@ def test_a_changed_base_is_another_reference_in_every_step_too(tmp_path: Path) -
         trajectory(config, 1)
 
 
+@SLOW
 def test_values_of_another_arithmetic_are_other_files(tmp_path: Path) -> None:
     plain = trajectory(pairs(tmp_path / "own", parallel={"precision": "fp32"}), 1)
     trajectory(pairs(tmp_path, run={"name": "tf32"}, parallel={"precision": "fp32", "tf32": True}), 1)
@@ -329,6 +330,7 @@ def test_values_of_another_arithmetic_are_other_files(tmp_path: Path) -> None:
     assert close(plain, trajectory(config, 1)) == 0.0 and len({path.parent for path in files_of(config)}) == 2
 
 
+@SLOW
 def test_a_new_adapter_of_another_rank_is_the_same_reference(tmp_path: Path) -> None:
     given = {"model": model_at(tmp_path / "base")}
     trajectory(pairs(tmp_path, run={"name": "small"}, method=LORA, **given), 1)

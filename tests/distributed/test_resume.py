@@ -92,6 +92,7 @@ def test_a_run_begun_with_the_older_order_goes_on_with_it(tmp_path: Path) -> Non
     assert orders == {"new": {3}, "whole": {2}, "stopped": {2}}
 
 
+@pytest.mark.slow
 def test_a_run_begun_before_directories_had_splits_goes_on_with_every_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

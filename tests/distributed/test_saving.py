@@ -91,6 +91,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return trajectory(make_config(tmp_path_factory.mktemp("whole"), DROPOUT, train=TRAIN), 2)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_checkpoints_are_written(tmp_path: Path, whole: Any) -> None:
     config = make_config(tmp_path, DROPOUT, train=TRAIN, checkpoint={"every": 6, "keep_last": None})
     run_ranks(train, 2, config.model_dump(), 0.1, None)

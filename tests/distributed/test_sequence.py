@@ -111,6 +111,7 @@ def check_learns_the_same(
     assert read_sums(documents_too, 7) == pytest.approx(read_sums(documents, 7), rel=1e-6)
 
 
+@SLOW
 def test_adapters_with_dropout_and_another_mesh_after_a_stop(tmp_path: Path) -> None:
     """LoRA in parts learns what it learns whole; and a run that stops goes on with any mesh, from the same numbers."""
     base = save_checkpoint(tmp_path / "base", "llama")

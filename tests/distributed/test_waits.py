@@ -101,6 +101,7 @@ def test_a_step_of_ranks_that_share_layers_or_samples_asks_for_nothing(tmp_path:
     assert resident_ranks(watched_all, 2, configs) == [[[], []]] * 2
 
 
+@pytest.mark.slow
 def test_no_optimizer_asks_the_device_for_anything(tmp_path: Path) -> None:
     chosen: dict[str, dict[str, Any]] = {
         "8bit": {"optimizer": {"type": "adamw", "moments": "8bit"}},

@@ -57,7 +57,7 @@ def saved_and_flops(mode: str, every: int | None = None) -> tuple[int, int]:
     return next(size for kind, size in kept.items() if kind.endswith("ACT")), operations.get_total_flops()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_selective_saves_much_for_few_operations() -> None:
     (none, least), (full, most), (selective, some) = map(saved_and_flops, ("none", "full", "selective"))
     assert none - selective >= 0.4 * (none - full), "memory that full saves"

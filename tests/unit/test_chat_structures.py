@@ -115,7 +115,7 @@ def test_there_are_thirty_structures() -> None:
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_masks_of_a_structure_with_five_tokenizers(name: str) -> None:
     for tokenizer in TOKENIZERS:
-        assert disagreements(name, tokenizer, 50) == []
+        assert disagreements(name, tokenizer, 20) == []
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_thousands_of_datasets_cost_little_at_every_call() -> None:
     assert seconds(lambda i: next(mixture.rows(0, middle + i, middle + i + 1)), 10) < 0.5
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_step_of_thousands_of_datasets_makes_few_calls_more(tmp_path: Path) -> None:
     """Windows are in the cache; what a rank does for a step, but for what it does with a single dataset."""
     one = token_rows(tmp_path, [8] * 4000, first_id=0).model_copy(update={"name": "d0"})

@@ -129,7 +129,7 @@ def packed_and_alone(
     return leak, (losses.each, gradients[0]), (torch.cat(right).detach(), gradients[1])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MIXERS)
 def test_losses_and_gradients_are_those_of_documents_alone(name: str, precision: str) -> None:
     """In fp64 what is left is what transformers computes in fp32: norms, and states of most mixers."""

@@ -85,9 +85,7 @@ CONFIGS = {
 }
 
 
-QUICK = ("full_shard", "lora alone")
-
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+EACH = [name if name == "full_shard" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
 @pytest.mark.thorough
@@ -158,7 +156,7 @@ def test_flash_attention_pads_each_document_in_backward() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_ranks_that_share_samples_have_their_part_of_the_activations(recompute: str) -> None:
     """By accounting: a quarter, and what does not depend on how many tokens there are."""
     wide = {**LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -72,11 +72,8 @@ def ask(server: PlanServer, path: str, method: str = "GET", **headers: str) -> t
         connection.close()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("query", "gpus"),
-    [pytest.param("", 2, marks=pytest.mark.slow), ("?gpus=1&method=full&micro_batch=2&device=H100", 1)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("query", "gpus"), [("", 2), ("?gpus=1&method=full&micro_batch=2&device=H100", 1)])
 def test_a_point_is_what_the_planner_says(server: PlanServer, query: str, gpus: int) -> None:
     status, text = ask(server, f"/point{query}")
     assert status == 200

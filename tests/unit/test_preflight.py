@@ -93,7 +93,8 @@ def test_what_a_run_with_flash_attention_needs_is_known_where_there_is_no_gpu(tm
     assert isinstance(predict_for_run(asked, capped, plan, "cuda", None), NotPredicted)
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_what_is_named_as_a_way_out_fits(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "PROCESS", 0)
     config, run, plan = prepared(tmp_path, train={"micro_batch": 4})

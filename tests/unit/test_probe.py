@@ -176,7 +176,7 @@ def test_where_neighbours_matter_a_new_run_is_refused(name: str, caplog: pytest.
     assert "depend on its neighbours" in caplog.text and "goes on as it began" in caplog.text
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_mixers_of_a_large_network_are_split() -> None:
     """It is shrunk to be tried."""
     assert check({"model_type": "zamba"}, packing="best_fit").mixers == ("ZambaMambaMixer",)

@@ -107,7 +107,7 @@ def made(run: Path) -> str:
     return page([run])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_100_000_steps_take_five_seconds_and_two_megabytes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "long", 100_000, loss=lambda step: 77.125 if step == 54_321 else 2 + step % 7 / 10)
     before = time.process_time()
