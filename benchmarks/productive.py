@@ -1,6 +1,6 @@
 """How much of the time of a long run is training, by the number of GPUs, the interval of checkpoints and their cost.
 
-    python -m benchmarks.productive [--stall 0.5] [--recovery 56.4] [--out benchmarks/results/productive.json]
+    python -m benchmarks.productive [--stall 0.5] [--recovery 57.4] [--out benchmarks/results/productive.json]
 
 A simulation without Ray: failures come at random (exponentially, one in so many GPU hours), each costs the steps since
 the last checkpoint and the time until the next step is trained; a checkpoint holds training up for `stall` seconds, and

@@ -20,14 +20,14 @@ STALL_SECONDS, WRITE_SECONDS = 0.5, 30.0
 class Recovery:
     """The seconds from a failure to the next attempt's first step."""
 
-    detect: float = 2.4
+    detect: float = 2.8
     """Until it is noticed and all ranks have ended. This and the next two were measured after the loss of one of two
     nodes on two cores (docs/results.md), where nothing is large."""
-    start: float = 3.5
+    start: float = 4.4
     """Until ranks are there."""
-    imports: float = 0.3
-    load: float = 50.2
-    """Until the first step: 2.2 s as measured, and, assumed, a checkpoint of 12 GB for each GPU, read with 250 MB/s."""
+    imports: float = 0.2
+    load: float = 50.0
+    """Until the first step: 2.0 s as measured, and, assumed, a checkpoint of 12 GB for each GPU, read with 250 MB/s."""
 
     @property
     def seconds(self) -> float:
