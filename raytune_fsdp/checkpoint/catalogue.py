@@ -125,15 +125,15 @@ def verify(
         raise TransientError(f"{found.path} cannot be read: {error}; try again when the storage answers") from error
 
 
-def set_aside(damaged: Damaged, chosen: CommittedCheckpoint) -> list[tuple[CommittedCheckpoint, str]]:
-    """Rename the damaged checkpoints newer than `chosen`: pruning goes by step, and would keep them instead."""
-    newer = [found for found in committed(chosen.root) if found > chosen]
+def set_aside(damaged: Damaged, root: str, chosen: CommittedCheckpoint | None) -> list[tuple[CommittedCheckpoint, str]]:
+    """Rename the damaged checkpoints newer than `chosen`, or all: pruning goes by step, and would keep them instead."""
+    newer = [found for found in committed(root) if chosen is None or found > chosen]
     for found in newer:
         if found not in damaged:
             raise TransientError(
                 f"{found.path} was committed meanwhile by another process of this run; run the command again"
             )
-    return [(found, storage_at(found.root).set_aside(found.name)) for found in newer]
+    return [(found, storage_at(root).set_aside(found.name)) for found in newer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

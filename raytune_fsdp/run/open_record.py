@@ -108,7 +108,8 @@ def open_run(config: FinetuneConfig, prepared: RunInputs, standing: ResumePoint)
     uncommitted = uncommitted_seconds(place, standing, lost, cut) if standing.from_peers else lost
     # Before the first save of this attempt: nothing else is being written.
     storage_at(place.checkpoints).clean(partial(is_pinned, place))
-    renamed = set_aside(standing.damaged, standing.commit) if standing.commit is not None else []
+    goes_on = standing.commit is not None or standing.from_peers
+    renamed = set_aside(standing.damaged, place.checkpoints, standing.commit) if goes_on else []
     aside = [{"path": found.path, "problem": standing.damaged[found], "now": now} for found, now in renamed]
     if standing.begins:  # the evaluations of checkpoints that are gone
         place.evaluations.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from raytune_fsdp.base.durable import make_private, replace_durably
@@ -112,9 +112,10 @@ def sweep(
                 board.say(f"{place.best} could not be written: {in_one_line(error)}; the same command writes it")
             tracked.end(log.entries, best, over=over)
             if best is not None and not over:
-                so_far(SweepResult(log=log.entries, best=best.trial, place=place))
+                with suppress(OSError, RaytuneError):
+                    so_far(SweepResult(log=log.entries, best=best.trial, place=place))
     if best is None:
-        what = "no trial was measured" if all(row.value is None for row in rows) else "every trial has failed"
+        what = "every trial has failed" if all(row.state == "failed" for row in rows) else "no trial has a finite value"
         raise TrainingError(f"{spec.name}: {what}: {place.outputs} has what they have said")
     return SweepResult(log=log.entries, best=best.trial, place=place)
 

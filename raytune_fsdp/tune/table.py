@@ -61,7 +61,8 @@ def leaderboard(log: Sequence[Entry]) -> list[Standing]:
     for each in standings(log):
         variants.setdefault(each.trial.variant, []).append(each)
     highest = bool(log) and isinstance(log[0], SweepBegun) and log[0].highest
-    furthest = max((each.step for seeds in variants.values() for each in seeds if each.state != "failed"), default=0)
+    lasting = [seeds for seeds in variants.values() if all(each.state != "failed" for each in seeds)]
+    furthest = max((min(each.step for each in seeds) for seeds in lasting), default=0)
 
     def place(row: Standing) -> tuple[bool, int, tuple[bool, float], int]:
         value = math.nan if row.value is None else row.value

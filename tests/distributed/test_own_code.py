@@ -76,7 +76,6 @@ def network_config(directory: Path, name: str, **sections: Any) -> FinetuneConfi
     return config_of(directory, name, {}, model=model, architecture=LLAMA, **sections)
 
 
-@SLOW
 def test_a_network_of_ones_own_is_spread_and_goes_on(tmp_path: Path) -> None:
     """On three ranks, layers computed again; stopped, and continued on two."""
     parallel = {"precision": "fp64", "activation_checkpointing": "full"}

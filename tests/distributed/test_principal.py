@@ -59,7 +59,7 @@ def test_it_begins_as_the_base_and_worlds_agree(tmp_path: Path, model: str, init
             marks=SLOW,
         ),
         pytest.param("gpt2", {**LORA, "init": "olora"}, "bf16_pure", marks=SLOW),
-        pytest.param("llama", {**LORA, "type": "qlora", "init": "pissa"}, "bf16", marks=SLOW),
+        ("llama", {**LORA, "type": "qlora", "init": "pissa"}, "bf16"),
     ],
 )
 def test_resume_is_bit_equal_and_the_export_is_a_plain_adapter(

@@ -145,8 +145,7 @@ def within_quota(values: Mapping[str, Any]) -> None:
     work(config, *prepare_on_rank0(config), torch.device("cpu"), stop)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_ranks_write_a_planned_save_again_when_room_is_made_for_it(tmp_path: Path, asynchronous: bool) -> None:
     """Of the state after its step, although training may have gone on."""
     held_out = {"data": {"eval": [{"path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}]}}

@@ -15,6 +15,7 @@ from raytune_fsdp.config.load import load_config, recipes
 from raytune_fsdp.config.sections.method import AdapterMethod, QloraMethod
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.plan import resolve
+from raytune_fsdp.tune.spec import SweepSpec
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "jobs" / "recipes").glob("*.yaml"))
 assert RECIPES
@@ -226,3 +227,8 @@ def test_mistakes_with_recipes(
 def test_the_schema_is_pydantic_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == FinetuneConfig.model_json_schema()
+    assert main(["schema", "--sweep"]) == 0
+    assert json.loads(capsys.readouterr().out) == SweepSpec.model_json_schema()
+    with pytest.raises(SystemExit):
+        main(["sweep", "--help"])
+    assert "--scheduler.grace  integer >= 0  (default: 0)" in capsys.readouterr().out

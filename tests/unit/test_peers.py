@@ -586,22 +586,47 @@ def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
     place.metrics.write_text(record.replace(line, '"attempt": 7'))
     assert with_peers(config, prepared, before, storage) is before, "another attempt has trained that step"
     place.metrics.write_text(record)
-    # Checkpoints that are damaged meanwhile are no reason to lose what is in memory.
-    manifests = [Path(each.path) / "manifest.json" for each in committed(place.checkpoints)]
-    whole = [each.read_bytes() for each in manifests]
-    for each in manifests:
-        each.write_bytes(b"{")
-    alone_left = look_with_peers(config, prepared, 1, storage)
-    assert (alone_left.state.step, alone_left.from_peers, alone_left.commit) == (9, True, None)
-    hold(empty := Nodes(["a", "b"]).ranks[0])
-    with pytest.raises(ResumeError, match="every checkpoint is damaged"):
-        look_with_peers(config, prepared, 1, empty)
-    for each, content in zip(manifests, whole, strict=True):
-        each.write_bytes(content)
-    assert look_with_peers(config, prepared, 1, storage).commit == before.checkpoint
     assert copied(config, storage)[1] == [(4, False), (8, False), (12, False), (14, False)]
     (again,) = [each["fields"] for each in read_events(place.events) if each["fields"].get(names.FROM_PEERS)]
     assert again["resumed_from"] == 9
+
+
+@pytest.mark.thorough
+def test_a_run_whose_checkpoints_are_damaged_goes_on_from_its_copy(tmp_path: Path) -> None:
+    """Unless they are gone, as where their storage is not mounted, or one that was made is newer."""
+    sections: Any = {"train": {"global_batch": 4, "max_steps": 14}, "parallel": {"precision": "fp32"}}
+    config = make_config(tmp_path, **sections, checkpoint=EVERY)
+    storage, place = Nodes(["a", "b"]).ranks[0], RunDir.of(config)
+    with pytest.raises(RuntimeError, match="a bug"):
+        copied(config, storage, crash_at=12)
+    prepared, _ = prepare(config, 1)
+    for found in committed(place.checkpoints):
+        (Path(found.path) / "manifest.json").write_bytes(b"{")
+    hold(empty := Nodes(["a", "b"]).ranks[0])
+    with pytest.raises(ResumeError, match="every checkpoint is damaged"):
+        look_with_peers(config, prepared, 1, empty)
+    away = Path(place.checkpoints).rename(tmp_path / "away")
+    with pytest.raises(ResumeError, match="has no checkpoint, but this run has saved step 8"):
+        look_with_peers(config, prepared, 1, storage)
+    away.rename(place.checkpoints)
+    events = place.events.read_text()
+    place.events.write_text(events.replace('"step": 8,', '"step": 10,'))
+    with pytest.raises(ResumeError, match="every checkpoint is damaged"):
+        look_with_peers(config, prepared, 1, storage)
+    place.events.write_text(events)
+
+    with alone(CPU):
+        standing = agree(config, prepared, lambda: look_with_peers(config, prepared, 1, storage))
+        assert (standing.state.step, standing.from_peers, standing.commit) == (9, True, None)
+        work(config, prepared, standing, CPU, lambda: None, LauncherHooks(peers=storage))
+    damaged = [
+        each["fields"]["path"] for each in read_events(place.events) if each["event"] == names.CHECKPOINT_DAMAGED
+    ]
+    assert len(damaged) == 2 and [each.step for each in committed(place.checkpoints)] == [12, 14]
+    whole = make_config(tmp_path, **sections, run={"name": "whole"})
+    with alone(CPU):
+        work(whole, *prepare(whole, 1), CPU, lambda: None)
+    assert read_trajectory(place.metrics) == read_trajectory(RunDir.of(whole).metrics)
 
 
 def test_a_state_that_is_not_finite_is_not_kept_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

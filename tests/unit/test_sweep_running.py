@@ -330,7 +330,7 @@ def test_places_are_trusted_by_every_trial_or_by_none(
     monkeypatch.setattr(children, "_TIED", says)
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump(spec_of(tmp_path, "runs", concurrent=1)))
-    for flags in ([], ["--trust-places"]):
+    for flags in ([], ["--trust-places"], ["--force"]):
         assert main(["sweep", str(file), *flags]) == 2
         command = " ".join(["raytune_fsdp.cli.main train", *flags, "--config"])
         assert command in " ".join(capsys.readouterr().err.split())
@@ -500,6 +500,7 @@ def test_a_trial_that_finds_no_room_waits_for_it(trials: Trials, capsys: pytest.
     began, waited = time.monotonic(), [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited[0], sleep=time.sleep)
     trials.patch.setattr(runner, "time", clock)
+    trials.patch.setattr(runner, "without_ray", lambda config: False)  # where all ranks have room at once
 
     def waits(trial: TrialProcess) -> int:
         waited[0] += 60 * trial.config.cluster.wait_minutes

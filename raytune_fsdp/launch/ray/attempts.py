@@ -196,14 +196,13 @@ class Attempts:
         """Record an event, and those before it that could not be written. Nothing that the driver does depends on them,
         so it waits some seconds at most: on a mount that does not answer, it would hear no signal and find no hang."""
         self._unwritten.append((name, self.number, fields))
-        known, self._writing = self._writing, None
-        if known is None or known.done():
-            known = in_thread(self._write, "events")
-        if not wait([known], timeout=_EVENT_SECONDS).done:
-            self._writing = known
-            self._cannot_write("it does not answer", fields)
-        elif why := known.result():
-            self._cannot_write(why, fields)
+        while self._unwritten:  # also of what came while an earlier call was about to end
+            if self._writing is None or self._writing.done():
+                self._writing = in_thread(self._write, "events")
+            if not wait([self._writing], timeout=_EVENT_SECONDS).done:
+                return self._cannot_write("it does not answer", fields)
+            if why := self._writing.result():
+                return self._cannot_write(why, fields)
 
     def _write(self) -> str:
         """Write what is unwritten. Return why that is not possible; empty if nothing is left."""

@@ -6,12 +6,14 @@ import logging
 from dataclasses import replace
 
 from raytune_fsdp.base.errors import RaytuneError, ResumeError, in_one_line
-from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed
+from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, Damaged, committed, verify
+from raytune_fsdp.checkpoint.location import storage_at
 from raytune_fsdp.checkpoint.state import read_state
 from raytune_fsdp.checkpoint.storage import Storage
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.plan.run_dir import RunDir
-from raytune_fsdp.record.jsonl import read_step
+from raytune_fsdp.record import names
+from raytune_fsdp.record.jsonl import read_events, read_step
 from raytune_fsdp.run.resume import Resumed, check_same_run
 from raytune_fsdp.run.resume_point import ResumePoint, RunInputs, look, resume_point_of
 
@@ -22,10 +24,18 @@ def look_with_peers(config: FinetuneConfig, prepared: RunInputs, world: int, sto
     """Return where the run is now, in a peer copy or a checkpoint: see `look`. Call on rank 0."""
     try:
         standing = look(config, prepared, world)
-    except ResumeError as error:  # every checkpoint is damaged, or gone: a newer copy is all that is left of the run
-        after = max((found.step for found in committed(prepared.place.checkpoints)), default=0)
-        copy = _newest_copy(config, prepared, world, storage, after=after, damaged={})
-        if copy is None:
+    except ResumeError as error:
+        place = prepared.place
+        there = committed(place.checkpoints)
+        if not there and not storage_at(place.checkpoints).has_damaged():
+            raise  # they are not damaged but gone, as where their storage is not mounted on this node
+        # A copy that is newer than all that were ever made is all that is left of the run.
+        saved = [each["fields"].get("step") for each in read_events(place.events) if each["event"] == names.SAVED]
+        after = max(found.step for found in there) if there else 0
+        after = max([after, *(step for step in saved if isinstance(step, int))])
+        damaged = {found: verify(found, hashes=False) or "" for found in there}
+        copy = _newest_copy(config, prepared, world, storage, after=after, damaged=damaged)
+        if copy is None or not all(damaged.values()):
             raise
         logger.warning("%s; the run goes on from its peer copy of step %d", in_one_line(error), copy.state.step)
         return copy

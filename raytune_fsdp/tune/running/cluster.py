@@ -46,13 +46,13 @@ class TrialsRay:
 def threads_for(config: FinetuneConfig, trials: int) -> int | None:
     """Return how many threads each rank gets where so many trials share this machine without Ray. None: the user has
     said it, a trial has the machine for itself, or Ray shares it out."""
-    if not _without_ray(config) or trials == 1 or _OMP in os.environ:
+    if not without_ray(config) or trials == 1 or _OMP in os.environ:
         return None
     # Each would take all cores, and wait for the others at every product. Ray does the same for its workers.
     return max(1, (os.cpu_count() or 1) // (trials * (config.cluster.most or 1)))
 
 
-def _without_ray(config: FinetuneConfig) -> bool:
+def without_ray(config: FinetuneConfig) -> bool:
     launch = config.cluster.launch
     return launch == "local" or (launch == "auto" and find_spec("ray") is None)
 
@@ -62,13 +62,12 @@ def ray_for(configs: Sequence[FinetuneConfig], trials: int, threads: int | None,
     """Have a Ray for so many trials at a time while the context lasts. `configs`: of the trials that are known.
     `threads`: of each rank, without Ray; None: not said here. `shared`: names the processes that their workers are
     forked from."""
-    config = configs[0]
-    if _without_ray(config):
+    if without_ray(configs[0]):
         yield TrialsRay(None, {"variables": {} if threads is None else {_OMP: str(threads)}})
         return
-    cluster = config.cluster
+    cluster = max((each.cluster for each in configs), key=lambda each: (each.most or 1) * each.cpus_per_worker)
     asked = {
-        "workers": trials * max(each.cluster.most or 1 for each in configs), "cpus_per_worker": cluster.cpus_per_worker,
+        "workers": trials * (cluster.most or 1), "cpus_per_worker": cluster.cpus_per_worker,
         "device": cluster.device, "start_seconds": cluster.start_seconds,
         # cluster.env may hold secrets, and everybody can read a command line: with it, a trial begins the template.
         "fork_workers": cluster.fork_workers and not cluster.env,

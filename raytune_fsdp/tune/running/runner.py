@@ -20,7 +20,7 @@ from raytune_fsdp.tune.board import SweepBoard
 from raytune_fsdp.tune.log import SweepLog, Trial, TrialEnded, Value, generation, trials_in
 from raytune_fsdp.tune.place import SweepDir
 from raytune_fsdp.tune.running.children import Child
-from raytune_fsdp.tune.running.cluster import TrialsRay
+from raytune_fsdp.tune.running.cluster import TrialsRay, without_ray
 from raytune_fsdp.tune.running.times import TrialTimes, ranks_of
 from raytune_fsdp.tune.running.values import TrialRecord, check_own, measured_in
 from raytune_fsdp.tune.schedulers.protocol import Found, Scheduler, Stretch
@@ -56,7 +56,8 @@ class TrialRun:
     ended: TrialEnded | None = None
     child: Child | None = None
     trains_since: float | None = None
-    """When an attempt of its process was first seen; None: there is none, so that it waits for room or prepares."""
+    """When the ranks of its process were first seen, or, without Ray, when it was started; None: it waits for room, or
+    prepares."""
     until: int | None = None
     """Where its process stops; None: at the run's end."""
     attempt: int = 0
@@ -234,7 +235,8 @@ class Runner:
         tree.setdefault("tracking", {}).setdefault("mlflow", {})["parent"] = self._parent
         config = FinetuneConfig.model_validate({**tree, "run": {**tree["run"], **changed}})
         output = self._place.output(run.name)
-        run.until, run.trains_since, run.said = stretch.until, None, False
+        run.until, run.said = stretch.until, False
+        run.trains_since = time.monotonic() if without_ray(config) else None
         run.attempt, run.no_room = run.measured.attempt, run.measured.no_room
         try:
             output.parent.mkdir(exist_ok=True)
@@ -278,7 +280,8 @@ class Runner:
         """Read what the record of a run says, and note what is new."""
         known = {each.step for each in self._found if isinstance(each, Value) and each.trial == number}
         run.measured, metric = measured_in(run.config, run.place, self._spec.metric), self._spec.metric
-        if run.child is not None and run.trains_since is None and run.measured.attempt > run.attempt:
+        newest = max(run.measured.attempt, run.measured.joined)
+        if run.child is not None and run.trains_since is None and newest > run.attempt:
             run.trains_since = time.monotonic()
             self._times.trains(run.name)
         measured = {name for values in run.measured.everything.values() for name in values}

@@ -43,6 +43,8 @@ class TrialRecord:
     """Why its checkpoints cannot be listed; empty if they can."""
     attempt: int = 0
     """The newest attempt; 0 if none has begun."""
+    joined: int = 0
+    """The newest attempt whose ranks were there, on Ray: before it has begun, they may have loaded a model for long."""
     over: bool = False
     """Whether the run has come to its end, has said so, and has its export, if it is to have one."""
     failure: str = ""
@@ -78,12 +80,14 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
         newest = max((each.step for each in committed(place.checkpoints) if each.lasting), default=0)
     except (RaytuneError, OSError) as error:
         unlisted = in_one_line(error)
-    attempt, over, failure, gave_up, no_room = 0, False, "", "", 0
+    attempt, joined, over, failure, gave_up, no_room = 0, 0, False, "", "", 0
     with suppress(RaytuneError, OSError):
         for event in each_event(place.events):
             name, fields = event["event"], event["fields"]
             if name == names.ATTEMPT_STARTED:
                 attempt, over, failure, gave_up = event["attempt"], False, "", ""
+            elif name == names.RANKS_JOINED:
+                joined = event["attempt"]
             elif name == names.ATTEMPT_FAILED:  # also of one that has not come so far as to get a number
                 gave_up = str(fields.get("cause"))
             elif name == names.NO_ROOM:
@@ -99,6 +103,7 @@ def measured_in(config: FinetuneConfig, place: RunDir, metric: str | None) -> Tr
         committed=newest,
         unlisted=unlisted,
         attempt=attempt,
+        joined=joined,
         over=over and has_export(config, place),
         failure=failure,
         gave_up=gave_up,

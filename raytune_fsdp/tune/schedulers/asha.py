@@ -66,7 +66,7 @@ class Asha:
         for rung in reversed(range(len(self.steps))):
             ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
             for (strange, _), number in ranked:
-                if not strange and ladder.known[number].state == "open":
+                if not strange and ladder.rung[number] == rung and ladder.known[number].state == "open":
                     return Decision(self.steps[rung], (number,), ())
         return None
 
