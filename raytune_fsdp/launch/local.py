@@ -31,7 +31,7 @@ from raytune_fsdp.launch.environment import environment, settings_of_nccl
 from raytune_fsdp.launch.imported import STARTING, check_not_called, check_script, starting
 from raytune_fsdp.launch.notices import notices_of
 from raytune_fsdp.launch.phases import HERE, TOGETHER, Phases
-from raytune_fsdp.launch.shared_storage import check_shared
+from raytune_fsdp.launch.shared_storage import check_shared, remove_tokens
 from raytune_fsdp.launch.signals import Signals, StopFlag, deaf_children, hear_no_ctrl_c, listening, stacks_at_signal
 from raytune_fsdp.launch.torchrun import Meeting, is_rank0, meet, ranks_here, under_torchrun, world_of_torchrun
 from raytune_fsdp.launch.worker import alone, choose_device, gpus_here, join, work
@@ -302,6 +302,7 @@ def _run_rank(
         prepared, standing = prepare(config, world_of_torchrun(), dry=dry, trust_places=trust_places)
         if standing.complete:
             return prepared, standing, None
+        remove_tokens(prepared.place.path, prepared.lease)
         ranks = ranks_here()
         return prepared, standing, _preflight(config, prepared, standing, device, ranks=ranks, force=force, say=say)
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.base.lease import MOST_BYTES, Lease, hold, lease_of, release
+from raytune_fsdp.base.lease import MOST_BYTES, Lease, hold, release
 from raytune_fsdp.base.machine import this_node
 from raytune_fsdp.base.untrusted import UnsoundError, is_count, open_regular, read_file, reason
 from raytune_fsdp.checkpoint.on_demand import forget_stops
@@ -152,11 +152,6 @@ class Signs:
         if now - self._heard_at > _MISSED * BEAT_SECONDS:
             return "silent"
         return "running" if self._alive else None
-
-
-def is_locked(place: RunDir) -> bool:
-    """Return whether this process has the lock of the run: then no other command works on it."""
-    return lease_of(place.lock) is not None
 
 
 def _beat(place: RunDir, held: _Held) -> None:

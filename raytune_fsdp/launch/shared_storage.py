@@ -13,9 +13,10 @@ from pathlib import Path
 
 from raytune_fsdp.base.durable import write_durably
 from raytune_fsdp.base.errors import ConfigError, in_one_line
+from raytune_fsdp.base.lease import Lease
 
 _POLL_SECONDS = 0.2  # NFS may show other nodes' files only seconds later
-TOKEN_PREFIX = ".shared-"
+_PREFIX = ".shared-"
 _SHOWN = 4
 """Groups of ranks that a message names before it says how many more there are."""
 
@@ -88,7 +89,7 @@ def put_token(run_dir: Path, who: str) -> Token:
     missing: list[Path] = []
     with suppress(OSError):
         missing += [each for each in (run_dir, *run_dir.parents) if not each.exists()]
-    token = Token(run_dir / f"{TOKEN_PREFIX}{uuid.uuid4().hex}", uuid.uuid4().hex, who, _node(), tuple(missing))
+    token = Token(run_dir / f"{_PREFIX}{uuid.uuid4().hex}", uuid.uuid4().hex, who, _node(), tuple(missing))
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_durably(token.path, token.text)
@@ -98,6 +99,13 @@ def put_token(run_dir: Path, who: str) -> Token:
             f"run.storage={run_dir.parent}: {who} on {_node()} cannot write to {run_dir} ({_why(error)}). {_rule()}"
         ) from error
     return token
+
+
+def remove_tokens(run_dir: Path, lease: Lease | None) -> None:
+    """Remove what a command or ranks that were killed have left. `lease`: of this command, if the run is its own."""
+    for left in run_dir.glob(f"{_PREFIX}*") if lease is not None and not lease.lost() else ():
+        with suppress(OSError):
+            left.unlink()
 
 
 def _look(token: Token, patience_seconds: float, rank: int) -> _Outcome:

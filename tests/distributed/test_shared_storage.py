@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from raytune_fsdp.base.errors import ConfigError
-from raytune_fsdp.launch.shared_storage import _by_node, _Outcome, check_shared
+from raytune_fsdp.base.lease import Lease
+from raytune_fsdp.launch.shared_storage import _by_node, _Outcome, check_shared, put_token, remove_tokens
 from tests.ranks import run_ranks
 
 OWN = Path("/proc/self/cwd")
@@ -180,3 +181,15 @@ def test_a_message_does_not_name_a_hundred_nodes() -> None:
     text = _by_node([(each.not_seen, each) for each in found])
     assert text.startswith("ranks 2, 3 on node-1 (No such file or directory), ranks 4, 5 on node-2 (")
     assert text.endswith(", ranks 8, 9 on node-4 (No such file or directory), and 95 more like these")
+
+
+def test_what_killed_ranks_have_left_is_removed_by_the_command_that_has_the_run(tmp_path: Path) -> None:
+    """And by no other: the files may be those of ranks that are looking."""
+    left = put_token(tmp_path / "run", "rank 0").path
+    lock = left.with_name("lock")
+    lock.write_text('{"token": "theirs"}')
+    remove_tokens(left.parent, None)
+    remove_tokens(left.parent, Lease(lock, "ours"))
+    assert left.exists()
+    remove_tokens(left.parent, Lease(lock, "theirs"))
+    assert [*left.parent.iterdir()] == [lock]

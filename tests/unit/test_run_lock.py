@@ -22,7 +22,7 @@ from raytune_fsdp.base.errors import ConfigError
 from raytune_fsdp.base.lease import TakenOverError, lease_of
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch import run_lock
-from raytune_fsdp.launch.run_lock import Signs, is_locked, locked
+from raytune_fsdp.launch.run_lock import Signs, locked
 from raytune_fsdp.plan.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_a_second_start_is_refused_by_name_until_the_first_ends(tmp_path: Path) 
     config = config_of(tmp_path)
     place = RunDir.of(config)
     with locked(config):
-        assert is_locked(place)
+        assert lease_of(place.lock) is not None
         assert json.loads(place.lock.read_text())["pid"] == os.getpid()
         with pytest.raises(ConfigError) as refused, locked(config):
             pass
@@ -112,8 +112,8 @@ def test_a_second_start_is_refused_by_name_until_the_first_ends(tmp_path: Path) 
         assert message.startswith(f"run.name=mine: another command works on {place.path}: process {os.getpid()} on ")
         assert ", since 20" in message and "another run.name" in message and "\n" not in message
         assert message.endswith("choose another run.name")
-        assert is_locked(place), "a refusal does not release it"
-    assert not is_locked(place)
+        assert lease_of(place.lock) is not None, "a refusal does not release it"
+    assert lease_of(place.lock) is None
     assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
     with locked(config):
         place.lock.unlink()  # a person may; and another command has begun
@@ -140,7 +140,7 @@ def test_a_crash_releases_it_also_where_a_fork_lives_on(tmp_path: Path) -> None:
         holder.wait()
         os.kill(child, 0)  # it is there
         with locked(config):
-            assert is_locked(RunDir.of(config))
+            assert lease_of(RunDir.of(config).lock) is not None
     finally:
         for pid in (holder.pid, child):
             with contextlib.suppress(ProcessLookupError):
@@ -166,7 +166,7 @@ def test_storage_without_locks_has_beats(
     config = config_of(tmp_path)
     place = RunDir.of(config)
     with locked(config):
-        assert is_locked(place)
+        assert lease_of(place.lock) is not None
         with pytest.raises(ConfigError, match="another command works on"), locked(config):
             pass
     place.path.mkdir(parents=True)
@@ -256,7 +256,7 @@ def test_a_command_of_a_version_without_beats_is_not_taken_for_silent(tmp_path: 
         holder.kill()
         holder.wait()
     with locked(config):
-        assert is_locked(place)
+        assert lease_of(place.lock) is not None
 
 
 def put(kind: str, path: Path) -> None:
@@ -282,7 +282,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, quick: None
     if kind == "a directory":
         with pytest.raises(ConfigError, match=f"{place.beat} .*[Dd]irectory.*remove it$"), locked(config):
             pass
-        assert not place.lock.exists() and not is_locked(place)
+        assert not place.lock.exists() and lease_of(place.lock) is None
         return
     with locked(config):
         assert place.beat.read_text().endswith(f"{0:012d}\n") and not place.beat.is_symlink(), "replaced by ours"
@@ -300,7 +300,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, quick: None
         place.lock.write_text(json.dumps({**content, "boot": "another machine's"}))
         with pytest.raises(ConfigError, match=f"{place.beat} .* it is a directory"), locked(config):
             pass
-        assert is_locked(place)
+        assert lease_of(place.lock) is not None
         place.beat.rmdir()
 
 
@@ -322,9 +322,9 @@ def test_a_full_disk_is_named_and_nothing_is_trained_without_a_lock(
         patch.setattr(os, call, full)
         with pytest.raises(ConfigError, match=f"{place.lock} .*Disk quota exceeded; make room if"), locked(config):
             pass
-    assert not place.lock.exists() and not is_locked(place)
+    assert not place.lock.exists() and lease_of(place.lock) is None
     with locked(config):
-        assert is_locked(place)
+        assert lease_of(place.lock) is not None
 
 
 def test_a_lock_that_a_mount_of_its_own_shows_free_is_not_taken_from_who_beats(
@@ -340,7 +340,7 @@ def test_a_lock_that_a_mount_of_its_own_shows_free_is_not_taken_from_who_beats(
         with pytest.raises(ConfigError, match="another command works on"), locked(config):
             pass
         assert time.monotonic() - began < 5 * run_lock.BEAT_SECONDS
-        assert is_locked(place)
+        assert lease_of(place.lock) is not None
 
 
 @pytest.mark.parametrize("known", [True, False])

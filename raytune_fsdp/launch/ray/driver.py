@@ -63,8 +63,7 @@ from raytune_fsdp.launch.ray.tasks.evaluations import Evaluations
 from raytune_fsdp.launch.ray.tasks.exports import Exports
 from raytune_fsdp.launch.ray.tasks.stream import build_on_ray
 from raytune_fsdp.launch.ray.train_registry import repair_registry
-from raytune_fsdp.launch.run_lock import is_locked
-from raytune_fsdp.launch.shared_storage import TOKEN_PREFIX, Token, put_token
+from raytune_fsdp.launch.shared_storage import Token, put_token, remove_tokens
 from raytune_fsdp.launch.signals import Signals
 from raytune_fsdp.plan.counts import WindowCounts
 from raytune_fsdp.plan.plan import Plan, resolve, sizes_of
@@ -206,8 +205,7 @@ def _train(
     say: Callable[[str], None],
 ) -> None:
     place, run_dir = prepared.place, prepared.place.path
-    for left in run_dir.glob(f"{TOKEN_PREFIX}*") if is_locked(place) else ():  # left by a driver that was killed
-        left.unlink(missing_ok=True)
+    remove_tokens(run_dir, lease_of(place.lock))
     token = put_token(run_dir, "the driver")
     attempts = Attempts(
         place, limit=config.cluster.max_failures, step=standing.state.step, answers=session.answers, say=say
@@ -250,6 +248,7 @@ def _train(
     else:
         _finish(after_commits, signals, session.lost, say)
     finally:
+        remove_tokens(run_dir, lease_of(place.lock))
         token.remove(refused=not attempts.number)
 
 
