@@ -6,7 +6,8 @@
 #     --cluster.device cuda --model.attention auto
 #
 # Everything after the file's name goes to the run. Forty minutes before its time is up the job asks the run to stop; the
-# run commits a checkpoint, and the job queues again and goes on from there. `scancel` ends it for good.
+# run commits a checkpoint, and the job queues again and goes on from there. `scancel` ends it for good. So --time must be
+# longer than those forty minutes: a job that would stop in its first ten minutes is not queued again.
 #
 # Edit what is marked EDIT. Not run under Slurm by us: tests/cluster runs it with real Ray and an srun of our own.
 
@@ -54,6 +55,10 @@ head=${nodes[0]} # this script runs there, too
 on() { exec srun --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --overlap --nodelist="$1" "${@:2}"; }
 address=$(on "$head" hostname -I | cut -d ' ' -f 1)
 
+again='' run=''
+# As early as this: a signal that nothing awaits ends the job, and does not queue it again.
+trap 'again=$SECONDS; [[ -z $run ]] || kill -TERM "$run"' USR1
+
 started=()
 # shellcheck disable=SC2329  # by the trap
 end() {
@@ -80,11 +85,17 @@ for _ in {1..90}; do
   sleep 2
 done
 
+# Whether the job was to stop so early that another one would not come far, either.
+too_short() { [[ -n $again ]] && ((again < ${RAYTUNE_FSDP_LEAST_SECONDS:-600})); }
+give_up() {
+  echo "the job was to stop after $again s, so it is not queued again: raise --time, or lower --signal" >&2
+  exit 1
+}
+if too_short; then give_up; fi
+
 export RAY_ADDRESS="$address:$port"
 raytune-fsdp train --cluster.workers "$((${#nodes[@]} * ${SLURM_GPUS_ON_NODE:-1}))" "$@" &
 run=$!
-again=
-trap 'again=yes; kill -TERM "$run"' USR1
 trap 'kill -TERM "$run"' TERM
 # `wait` ends early, with 138 or 143, when one of these signals comes; a run never ends with these.
 code=138
@@ -92,7 +103,8 @@ while [[ $code == 138 || $code == 143 ]]; do
   code=0
   wait "$run" || code=$?
 done
-if [[ -n "$again" && $code == 130 ]]; then
+if [[ -n $again && $code == 130 ]]; then
+  if too_short; then give_up; fi
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -1,6 +1,9 @@
 """Measure a model as a job: the same as `raytune-fsdp eval`, also where the package is not installed.
 
-ray job submit --entrypoint-num-gpus 1 --working-dir . -- python jobs/evaluate.py /shared/runs/third
+ray job submit --entrypoint-num-gpus 1 --working-dir . -- python jobs/evaluate.py /shared/runs/third --trust-places
+
+--trust-places: a run has the mark of who has trained it, whose key is in the home directory of the machine or container
+that the driver ran on. On another one, the run is a stranger's.
 """
 
 import sys

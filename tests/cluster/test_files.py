@@ -502,7 +502,7 @@ esac
 def test_machines_of_ones_own_find_the_ray_of_the_environment(tmp_path: Path) -> None:
     """SSH runs each command in a shell of its own, whose PATH has no environment."""
     values = yaml.safe_load((ROOT / "cluster" / "local.yaml").read_text())
-    programs = tmp_path / "raytune-fsdp" / "bin"
+    programs = tmp_path / "raytune-fsdp-env" / "bin"
     programs.mkdir(parents=True)
     (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
     ray = programs / "ray"

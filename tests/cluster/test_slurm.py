@@ -57,6 +57,7 @@ class Allocation:
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("RAY_")},
             "PATH": f"{programs}:{os.environ['PATH']}", "VENV": sys.prefix, "OMP_NUM_THREADS": "1",
+            "RAYTUNE_FSDP_LEAST_SECONDS": "1",
             "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_CPUS_ON_NODE": "3",
         }  # fmt: skip
 
@@ -110,4 +111,16 @@ def test_a_job_whose_time_is_up_queues_again_and_goes_on(tmp_path: Path, allocat
     assert allocation.asked.read_text() == "requeue 123\n", "what is done does not queue again"
     for joined in events(tmp_path / "run", "ranks_joined"):
         assert [rank["node_rank"] for rank in joined["fields"]["ranks"]] == [0, 1]
+    wait(lambda: not allocation.left(), 60, lambda: str(allocation.left()))
+
+
+def test_a_job_that_is_to_stop_at_once_is_not_queued_again(tmp_path: Path, allocation: Allocation) -> None:
+    """As where `--time` is shorter than what `--signal` leaves: it would be queued for ever, and train nothing."""
+    allocation.environment["RAYTUNE_FSDP_LEAST_SECONDS"] = "600"
+    job = allocation.batch("--config", "demo", "--run.storage", str(tmp_path))
+    wait(lambda: job.poll() is not None or any("start --block" in each for each in allocation.left()), 60)
+    job.send_signal(signal.SIGUSR1)
+    said, _ = job.communicate(timeout=400)
+    assert job.returncode == 1 and "so it is not queued again: raise --time" in said, said
+    assert not allocation.asked.exists() and not [*tmp_path.glob("*/metrics.jsonl")]
     wait(lambda: not allocation.left(), 60, lambda: str(allocation.left()))

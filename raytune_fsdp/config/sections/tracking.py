@@ -54,7 +54,7 @@ class TensorboardConfig(Section):
 
 class PrometheusConfig(Section):
     enabled: bool = False
-    """Ray: publish the newest step among Ray's metrics, as `raytune_fsdp_train_loss` and so on."""
+    """Ray: publish the newest step among Ray's metrics, as `ray_raytune_fsdp_train_loss` and so on."""
 
 
 class TrackingConfig(Section):

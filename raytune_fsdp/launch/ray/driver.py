@@ -138,6 +138,8 @@ def run_on_ray(
     signals.take()  # Ray has installed a SIGTERM handler that prints a stack and aborts
     phases.finished("Ray")
     say(f"Ray: {session.about}")
+    if session.head is None and config.tracking.prometheus.enabled:
+        say("Prometheus: a Ray that is started for a run serves no metrics; begin one with `ray start --head` before")
     if standing.complete:
         if config.export.every is not None or config.eval.where == "task":
             _make_up(config, prepared, standing, session, signals, say)

@@ -19,7 +19,7 @@ _LABELS = ("run", "of")
 
 
 class PrometheusTracker(Tracker):
-    """`raytune_fsdp_train_loss{run="first", of=""}`; `of` is a dataset's or a node's name where there is one."""
+    """`ray_raytune_fsdp_train_loss{run="first", of=""}`, as Prometheus sees it; `of` is a dataset's or a node's name."""
 
     def __init__(self, run: str, gauge: Callable[..., Any] = Gauge) -> None:
         self._run = run
