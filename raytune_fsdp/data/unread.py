@@ -23,6 +23,7 @@ _CONTEXT = dict.fromkeys(("input", "context"), "format.input")
 _CALLS = dict.fromkeys(("tools", FUNCTIONS), "format.tools")
 _ANSWERS = dict.fromkeys(("chosen", "rejected"), "format.type=preference")
 _BY_FUNCTION = dict.fromkeys((*_CALLS, "history"), _FUNCTION)
+_NOT_TEXT = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "no format")
 _ASKED = {
     **_SYSTEM, "history": _FUNCTION,
     **{name: f"format.{name}" for name in ("prompt", "tools", "weight")},
@@ -43,7 +44,8 @@ _KNOWN: dict[str, dict[str, str]] = {
         **dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask"),
     },
 }  # fmt: skip
-"""For types of formats: well-known columns, and what would read them. A type that is not here reads none of them."""
+"""For types of formats: well-known columns, and what would read them. A type that is not here reads none of them, nor
+does any those of `_NOT_TEXT`."""
 _ROWS, _CHARACTERS = 1000, 4_000_000
 """How much of a dataset is looked at, from its start."""
 
@@ -98,7 +100,7 @@ def _unread(name: str, dataset: DatasetConfig, source: Source, order: int) -> li
         return []  # what is trained on is known
     now, newest = (columns_of(format, each) for each in (order, ORDER_VERSION))
     read = {*now.needed, *now.optional}
-    known = _KNOWN.get(format.type, dict.fromkeys(_SYSTEM, _FUNCTION) | _BY_FUNCTION)
+    known = _KNOWN.get(format.type, dict.fromkeys(_SYSTEM, _FUNCTION) | _BY_FUNCTION) | _NOT_TEXT
     wanted = {each: by for each, by in known.items() if each not in read and each not in format.ignore}
     if not wanted:
         return []
@@ -141,7 +143,7 @@ def _size_of(row: Row) -> int:
     while stack:
         item: Any = stack.pop()
         total += 64
-        if isinstance(item, str):
+        if isinstance(item, str | bytes):  # images, perhaps
             total += len(item)
         elif isinstance(item, dict):
             stack += [*item, *item.values()]

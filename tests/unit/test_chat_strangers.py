@@ -368,3 +368,17 @@ def test_answer_that_is_only_a_thought_cannot_be_dropped() -> None:
     )
     empty = document(formatter(PRINTED, reasoning="drop"), [USER, {**ANSWER, "content": ""}])
     assert "messages[1].content='' is empty" in str(empty)
+
+
+def test_a_row_that_is_nested_too_deeply_is_a_bad_row() -> None:
+    """JSON allows it, and a template is given every key of a message."""
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    good = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    made = formatter(PRINTED)
+    row = {"messages": [{**good[0], "meta": deep}, good[1]]}
+    assert made.renders_alike(row, "row 0", 2)
+    wrong, fine = made.documents([row, {"messages": good}], ["row 0", "row 1"])
+    assert isinstance(wrong, RowError) and str(wrong).startswith("row 0: is nested too deeply for a chat template")
+    assert isinstance(fine, Document)

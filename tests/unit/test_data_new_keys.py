@@ -314,6 +314,7 @@ UNREAD: list[tuple[Any, dict[str, Any], str, str]] = [
         "chat_template_kwargs of the dataset (one map for all rows)",
     ),
     (TokensFormat(type="tokens", labels=None), {"input_ids": [5, 6], "labels": [5, -100]}, "labels", "format.labels"),
+    (ChatFormat(), {**ROW, "images": ["x.jpg"]}, "images", "no format"),
 ]  # fmt: skip
 
 

@@ -53,6 +53,35 @@ def test_places_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         opened("mixed/a.jsonl", tmp_path / "cache.txt")
 
 
+def test_no_file_of_a_dataset_is_left_out_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A link to nothing, a pointer among many small files, and files that only look like data."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(40):
+        (data / f"{number:02}.jsonl").write_text('{"a": 1}\n')
+    (data / "x.jsonl").symlink_to("gone")
+    for path in (data, data / "*.jsonl"):
+        with pytest.raises(DataError, match=r"data/x\.jsonl: cannot be read \(No such file or directory\)"):
+            opened(path, tmp_path / "cache")
+    (data / "x.jsonl").unlink()
+    (data / "x.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(DataError, match=r"data/x\.jsonl: is a pointer of Git LFS, not the file itself: run `git lfs"):
+        opened(data, tmp_path / "cache")
+    (data / "x.jsonl").unlink()
+    assert len(opened(data, tmp_path / "cache")) == 40 and not caplog.records
+    for name in ("old.jsonl.bz2", "more.jsonlines", "LICENSE", ".gitattributes", "part-0"):
+        (data / name).write_text("")
+    assert len(opened(data, tmp_path / "cache")) == 40
+    assert caplog.messages.pop().startswith(f"{data}: not read: more.jsonlines, old.jsonl.bz2; what of it is data")
+    (data / "rows.csv").write_text("a\n1\n")
+    assert len(opened(data, tmp_path / "cache", file_type="jsonl")) == 40
+    assert "not read: more.jsonlines, old.jsonl.bz2, part-0, rows.csv; what" in caplog.messages[-1]
+    with pytest.raises(
+        DataError, match=r"old\.jsonl\.bz2: is compressed in a way, or of a kind, that is not read; write"
+    ):
+        opened(data / "old.jsonl.bz2", tmp_path / "cache")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

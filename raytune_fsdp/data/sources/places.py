@@ -25,6 +25,7 @@ from raytune_fsdp.data.sources.source import (
     expand_stars,
     has_wildcard,
     is_hidden,
+    is_not_read,
     is_wanted,
     kind_of,
     matcher,
@@ -77,6 +78,11 @@ def one_kind(files: list[File], dataset: SourceConfig) -> str:
     kinds: dict[str, str] = {}
     for file in files:
         kind = kind_of(file.url)
+        if kind is None and is_not_read(file.url):
+            raise DataError(
+                f"{file.shown}: is compressed in a way, or of a kind, that is not read; write it as .jsonl, .jsonl.gz, "
+                ".jsonl.zst or .parquet, or narrow the dataset's path to the files you want"
+            )
         if kind is None:
             raise DataError(
                 f"{file.shown}: its ending does not say what it is; set file_type to jsonl, json, csv, text, parquet "
@@ -116,7 +122,8 @@ def _local_files(path: str, pattern: str, choose: Callable[..., list[str]], orde
                 matches, again = glob.glob(pattern, recursive=True), False
             else:
                 matches, again = _matching(pattern)
-            names = sorted(match for match in matches if os.path.isfile(match) and is_wanted(match, pattern))
+            # Not only those that are files: a link to nothing is a file that is missing, and no reason to leave it out.
+            names = sorted(match for match in matches if not os.path.isdir(match) and is_wanted(match, pattern))
             return Found([to_file(name) for name in names], THIRD_ORDER if again else OLDEST_ORDER)
         relative = "" if os.path.isabs(place) else f" (relative to {Path.cwd()})"
         folder, name = os.path.split(path)

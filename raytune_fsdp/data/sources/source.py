@@ -310,6 +310,9 @@ KINDS = {
     ".arrow": "arrow",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_NOT_READ = re.compile(
+    r".+\.(bz2|xz|lzma|lz4|snappy|br|zip|7z|rar|tar|tgz|jsonlines|feather|orc|avro|xlsx?|pkl)", re.IGNORECASE
+)
 _WILDCARD = re.compile(r"[*?[]")
 # Files that are found next to data but hold no rows.
 _NOT_DATA = re.compile(
@@ -358,12 +361,29 @@ def has_wildcard(path: str) -> bool:
 
 def data_files(names: list[str], file_type: str) -> list[str]:
     """Return the names of the files that hold rows, sorted. `names` are relative to a directory."""
-    seen = sorted(name for name in names if not is_hidden(name) and not _NOT_DATA.fullmatch(PurePosixPath(name).name))
+    seen = _seen(names)
     known = [name for name in seen if (kind_of(name) == file_type if file_type != "auto" else kind_of(name))]
     if known or file_type == "auto":
         return known
     # The user has said of which type they are, so files without an ending will do: Spark writes such files.
     return [name for name in seen if not ending_of(name)]
+
+
+def data_left_out(names: Sequence[str], files: Sequence[str], file_type: str) -> list[str]:
+    """Return the names of files that look like data, and are not among those that are read."""
+    read = set(files)
+    others = [name for name in _seen(names) if name not in read]
+    chosen = file_type != "auto"
+    return [name for name in others if kind_of(name) or is_not_read(name) or (chosen and not ending_of(name))]
+
+
+def is_not_read(path: str) -> bool:
+    """Return whether a file's ending is one of data that is not read."""
+    return _NOT_READ.fullmatch(_name(path)) is not None
+
+
+def _seen(names: Sequence[str]) -> list[str]:
+    return sorted(name for name in names if not is_hidden(name) and not _NOT_DATA.fullmatch(PurePosixPath(name).name))
 
 
 def is_hidden(name: str) -> bool:

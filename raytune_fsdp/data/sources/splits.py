@@ -20,7 +20,15 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config.sections.data import EVERY_SPLIT, SourceConfig
 from raytune_fsdp.config.text import parse, problem_line, spelled
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
-from raytune_fsdp.data.sources.source import data_files, expand_stars, has_wildcard, matcher, reading, shorten
+from raytune_fsdp.data.sources.source import (
+    data_files,
+    data_left_out,
+    expand_stars,
+    has_wildcard,
+    matcher,
+    reading,
+    shorten,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +82,11 @@ class SplitFiles:
                 f"{self._shown}: is a directory without data files{kind} ({len(names)} other files); name the files "
                 "with a pattern, and their kind in file_type"
             )
+        if others := data_left_out(names, files, dataset.file_type):
+            logger.warning(
+                "%s: not read: %s; what of it is data belongs into a dataset of its own, in a format that is read",
+                self._shown, _some(others),
+            )  # fmt: skip
         if split == EVERY_SPLIT:
             return files
         if self._as_before:

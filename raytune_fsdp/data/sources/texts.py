@@ -21,6 +21,7 @@ import xxhash
 
 from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RowError
+from raytune_fsdp.base.untrusted import GIT_LFS, IS_POINTER
 from raytune_fsdp.data.sources.handles import (
     BLOCKS,
     CHUNK_BYTES,
@@ -304,6 +305,8 @@ def open_small_texts(
             for number, file in enumerate(files):
                 with reading(file.shown), open(file.url, "rb") as opened:
                     source = io.BytesIO(opened.read(_SMALL_BYTES))  # buffered, or storage might give a part of it
+                if source.getbuffer()[: len(GIT_LFS)] == GIT_LFS:
+                    raise DataError(f"{file.shown}: {IS_POINTER}")
                 meta, hashing = find_rows(source, file.size, spans, file=file, kind=kind, progress=None, keys=keys)
                 hashes.write(hashing.blocks())
                 check_unchanged(file)

@@ -19,7 +19,7 @@ _LABELS = ("run", "of")
 
 
 class PrometheusTracker(Tracker):
-    """`ray_raytune_fsdp_train_loss{run="first", of=""}`, as Prometheus sees it; `of` is a dataset's or a node's name."""
+    """`ray_raytune_fsdp_train_loss{run="first", of=""}` for Prometheus; `of` is the name of a dataset or node."""
 
     def __init__(self, run: str, gauge: Callable[..., Any] = Gauge) -> None:
         self._run = run
