@@ -372,13 +372,16 @@ def test_answer_that_is_only_a_thought_cannot_be_dropped() -> None:
 
 def test_a_row_that_is_nested_too_deeply_is_a_bad_row() -> None:
     """JSON allows it, and a template is given every key of a message."""
-    deep: dict[str, Any] = {}
+    deep: list[dict[str, Any]] = [{}]
     for _ in range(900):
-        deep = {"a": deep}
+        deep.append({"a": deep[-1]})
     good = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     made = formatter(PRINTED)
-    row = {"messages": [{**good[0], "meta": deep}, good[1]]}
+    row = {"messages": [{**good[0], "meta": deep[900]}, good[1]]}
     assert made.renders_alike(row, "row 0", 2)
-    wrong, fine = made.documents([row, {"messages": good}], ["row 0", "row 1"])
-    assert isinstance(wrong, RowError) and str(wrong).startswith("row 0: is nested too deeply for a chat template")
-    assert isinstance(fine, Document)
+    fine = {"messages": [{**good[0], "meta": deep[290]}, good[1]]}
+    tools = {"messages": good, "tools": [{"name": "f", "more": deep[310]}]}
+    found = made.documents([row, fine, tools], ["row 0", "row 1", "row 2"])
+    assert str(found[0]) == "row 0: messages[0]: is nested more than 300 levels deep; correct or remove the row"
+    assert isinstance(found[1], Document), found[1]
+    assert isinstance(found[2], RowError) and str(found[2]).startswith("row 2: tools: is nested more than 300")

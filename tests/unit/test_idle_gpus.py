@@ -53,7 +53,7 @@ def test_gpus_that_are_too_few_are_named(
     for name, function in instead.items():
         monkeypatch.setattr(driver, name, function)
     connecting = Future[Any]()
-    connecting.set_result(SimpleNamespace(about="a Ray"))
+    connecting.set_result(SimpleNamespace(about="a Ray", head=None))
     signals: Any = SimpleNamespace(take=lambda: None)
     phases: Any = SimpleNamespace(finished=lambda name: None)
     config = make_config(tmp_path, cluster={"device": "auto", "launch": "ray", **cluster})

@@ -72,7 +72,7 @@ def test_a_run_starts_with_the_numbers_that_fit(make: Make, monkeypatch: pytest.
     }.items():  # fmt: skip
         monkeypatch.setattr(driver, name, instead)
     connecting = Future[Any]()
-    connecting.set_result(SimpleNamespace(about="a Ray"))
+    connecting.set_result(SimpleNamespace(about="a Ray", head=None))
     signals: Any = SimpleNamespace(take=lambda: None)
     phases: Any = SimpleNamespace(finished=lambda name: None)
     driver.run_on_ray(known._config, connecting, signals=signals, phases=phases, progress=None, say=lambda _: None)

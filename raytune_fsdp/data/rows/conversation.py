@@ -36,6 +36,11 @@ _USUAL_ROLES = {
 _CALLS = ("function_call", "tool_call")
 
 
+_DEEPEST = 300
+"""Levels in a message or its tools. Python allows 1,000 calls in each other, of which each level takes two; after some
+imports it allows more, and a row must be bad everywhere or nowhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The input of a chat template, and which messages may be trained on."""
@@ -70,6 +75,7 @@ def read_conversation(
         messages, train = ahead + messages, [each and format.loss == "all" for each in may] + train
         column = f"{format.prompt} + {column}"
     tools = _tools_of(row, format, where, columnar=columnar, newer=newer)
+    _check_depth([tools], f"{where}: {format.tools}")
     system = _system_beside(row, format, messages, where) if newer else None
     keep = format.reasoning == "keep"
     if system is None:
@@ -102,11 +108,23 @@ def _read_messages(
             raise RowError(
                 f"{place}={shorten(message)} is not an object; a message needs a role and a content", "wrong_type"
             )
+        _check_depth(message, place)
         # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
         message = _without_nulls(message, deep=deep)
         train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
     return messages, train
+
+
+def _check_depth(value: Any, place: str) -> None:
+    """Refuse a value whose lists and objects lie too deep in each other."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for values in inner for each in values if isinstance(each, dict | list | tuple)]
+        if not level:
+            return
+    raise RowError(f"{place}: is nested more than {_DEEPEST} levels deep; correct or remove the row", "nested")
 
 
 def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:

@@ -238,7 +238,7 @@ class Formatter:
         try:
             row = row if self.function is None else self.function(row, where)
             whole = self._conversation(row, where)
-        except (RowError, RecursionError):
+        except RowError:
             return True
         first = replace(whole, messages=whole.messages[:messages], train=whole.train[:messages])
         template, options = self.templates[first.tools is not None], self._turns(first)
@@ -246,7 +246,7 @@ class Formatter:
         for habits in (options["habits"], options["habits"].by_turn()):
             try:
                 found.append(trained_spans(template, first, loss="assistant", **{**options, "habits": habits}))
-            except (RowError, RecursionError) as error:
+            except RowError as error:
                 found.append(str(error))
         return bool(found[0] == found[1])
 
@@ -515,9 +515,6 @@ def or_error(read: Callable[..., T], row: object, *where: str) -> T | RowError:
         return read(row, *where)
     except RowError as error:
         return error
-    except RecursionError:  # at some 500 levels
-        place = where[0] if where else "a row"
-        return RowError(f"{place}: is nested too deeply for a chat template; correct or remove the row", "nested")
 
 
 def _content(document: Document | RowError) -> Any:
