@@ -31,8 +31,7 @@ def look_with_peers(config: FinetuneConfig, prepared: RunInputs, world: int, sto
             raise  # they are not damaged but gone, as where their storage is not mounted on this node
         # A copy that is newer than all that were ever made is all that is left of the run.
         saved = [each["fields"].get("step") for each in read_events(place.events) if each["event"] == names.SAVED]
-        after = max(found.step for found in there) if there else 0
-        after = max([after, *(step for step in saved if isinstance(step, int))])
+        after = max([*(found.step for found in there), *(step for step in saved if isinstance(step, int))], default=0)
         damaged = {found: verify(found, hashes=False) or "" for found in there}
         copy = _newest_copy(config, prepared, world, storage, after=after, damaged=damaged)
         if copy is None or not all(damaged.values()):

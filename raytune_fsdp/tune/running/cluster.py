@@ -59,7 +59,7 @@ def without_ray(config: FinetuneConfig) -> bool:
 
 @contextmanager
 def ray_for(configs: Sequence[FinetuneConfig], trials: int, threads: int | None, shared: Path) -> Iterator[TrialsRay]:
-    """Have a Ray for so many trials at a time while the context lasts. `configs`: of the trials that are known.
+    """Start or find a Ray that has room for so many trials at a time. `configs`: those of the trials that are known.
     `threads`: of each rank, without Ray; None: not said here. `shared`: names the processes that their workers are
     forked from."""
     if without_ray(configs[0]):

@@ -43,10 +43,8 @@ class Asha:
     def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:
         ladder = self._ladder(trials, log)
         for rung in reversed(range(len(self.steps))):
-            ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
-            for (strange, _), number in ranked[: len(ranked) // self.eta]:
-                if not strange and ladder.rung[number] == rung:
-                    return Next([Decision(self.steps[rung], (number,), ())], (), over=False)
+            for number in self._waiting(ladder, rung, len(ladder.come[rung]) // self.eta):
+                return Next([Decision(self.steps[rung], (number,), ())], (), over=False)
         known = ladder.known
         here = [number for number in known if known[number].state == "open" and not self._waits(ladder, number)]
         # Those that came further first: a new trial begins where nobody may go on.
@@ -64,11 +62,15 @@ class Asha:
         if any(each.state == "complete" for each in ladder.known.values()):
             return None
         for rung in reversed(range(len(self.steps))):
-            ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
-            for (strange, _), number in ranked:
-                if not strange and ladder.rung[number] == rung and ladder.known[number].state == "open":
+            for number in self._waiting(ladder, rung, len(ladder.come[rung])):
+                if ladder.known[number].state == "open":
                     return Decision(self.steps[rung], (number,), ())
         return None
+
+    def _waiting(self, ladder: _Ladder, rung: int, many: int) -> list[int]:
+        """Return who waits at a rung among the best that have come to it, the best first."""
+        ranked = sorted((rank(value, self.highest), number) for number, value in ladder.come[rung].items())
+        return [number for (strange, _), number in ranked[:many] if not strange and ladder.rung[number] == rung]
 
     def _ladder(self, trials: Sequence[Trial], log: Sequence[Entry]) -> _Ladder:
         ladder = _Ladder(histories(trials, log), {trial.number: 0 for trial in trials}, [{} for _ in self.steps])
