@@ -268,6 +268,18 @@ def test_census_names_the_first_bad_row(tmp_path: Path) -> None:
     assert type(caught.value) is RowError
 
 
+@ray.remote(num_cpus=0)
+def failing() -> None:
+    raise RowError("a row is bad", reason="too_long")
+
+
+def test_a_process_outlives_the_tasks_that_fail_for_it() -> None:
+    """Ray ends a process that cancels a task while Ray itself is about to hold it for done: one of these 300."""
+    for _ in range(300):
+        with pytest.raises(RowError, match="a row is bad"), calls.own_errors():
+            list(calls.in_order(failing.remote, failing, [()], lambda: 1))
+
+
 @pytest.mark.slow
 def test_it_is_said_when_no_cpu_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_FULL_SECONDS", 0.5)

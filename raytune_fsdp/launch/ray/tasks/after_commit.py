@@ -22,7 +22,7 @@ from raytune_fsdp.base.lease import TakenOverError
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.checkpoint.catalogue import CommittedCheckpoint, committed
 from raytune_fsdp.launch.ray.failures import failure_in_words, underlying
-from raytune_fsdp.launch.ray.tasks.calls import own_errors
+from raytune_fsdp.launch.ray.tasks.calls import end, own_errors
 from raytune_fsdp.launch.ray.watch.head import DIED
 from raytune_fsdp.plan.run_dir import RunDir
 
@@ -194,8 +194,7 @@ class AfterCommit:
     def cancel(self) -> None:
         """End the task that is running, if there is one."""
         if self._running:
-            with suppress(RayError):
-                ray.cancel(self._running[0], force=True)
+            end(self._running[0])
 
     def _ended(self, task: ObjectRef, checkpoint: CommittedCheckpoint, late: bool) -> None:
         if late:
