@@ -25,7 +25,7 @@ from raytune_fsdp.base.batch import Progress
 from raytune_fsdp.base.errors import DataError, RaytuneError
 from raytune_fsdp.base.urls import is_url
 from raytune_fsdp.config.sections.data import DataConfig, DatasetConfig
-from raytune_fsdp.data.mixture import ORDER_VERSION
+from raytune_fsdp.data.mixture import ORDER_VERSION, SIXTH_ORDER
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.row_keys import RowKeys, token_key
 from raytune_fsdp.data.rows.scores.scoring import Scoring
@@ -205,7 +205,7 @@ def _kept(reader: RowReader, cache: Path, progress: Progress | None) -> tuple[An
         "files": list(source.fingerprints.values()),
         "selection": dict(source.selection),
         "reader": keys.about,
-    }
+    } | ({"order": SIXTH_ORDER} if source.order_version >= SIXTH_ORDER else {})
 
     def make(directory: Path) -> Mapping[str, Any]:
         _read_keys(reader, directory, progress)

@@ -46,6 +46,7 @@ from raytune_fsdp.base.random import derive_key, mix64
 #                   together, or not at all (`data.duplicates`)
 #     5             the end of a turn is trained on also where a template leaves it to whatever follows, and not where
 #                   generation never writes it; nor is an empty thought that the template adds (`rows.turns`)
+#     6             columns that say they are JSON are read as such (`sources.json_columns`)
 #
 # A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest version that
 # gives them their rows in their order: most data is the same under all versions, and so keeps its runs and its cache.
@@ -60,8 +61,9 @@ OLDEST_ORDER = 2
 THIRD_ORDER = 3
 FOURTH_ORDER = 4
 FIFTH_ORDER = 5
+SIXTH_ORDER = 6
 
-ORDER_VERSION = FIFTH_ORDER
+ORDER_VERSION = SIXTH_ORDER
 """The newest version."""
 
 _ROUNDS = 8

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from raytune_fsdp.base.random import derive_key, mix64
 from raytune_fsdp.data.mixture import (
+    FIFTH_ORDER,
     FOURTH_ORDER,
     OLDEST_ORDER,
     ORDER_VERSION,
@@ -29,7 +30,7 @@ def test_every_index_comes_once(n: int, key: int) -> None:
 
 def test_golden_values() -> None:
     # Written down once. If this fails the order of every run changes: raise ORDER_VERSION instead.
-    assert (OLDEST_ORDER, THIRD_ORDER, FOURTH_ORDER, ORDER_VERSION) == (2, 3, 4, 5)
+    assert (OLDEST_ORDER, THIRD_ORDER, FOURTH_ORDER, FIFTH_ORDER, ORDER_VERSION) == (2, 3, 4, 5, 6)
     assert [mix64(i) for i in (0, 1, 2**64 - 1)] == [0, 0x5692161D100B05E5, 0xB4D055FCF2CBBD7B]
     assert derive_key() == 3244421341483603138
     assert derive_key("rows", 0) == 13192612846567815278
@@ -61,18 +62,18 @@ def test_outside_of_the_range(index: int) -> None:
 
 def test_what_a_run_gains_is_read_by_the_newest_version_of_its_beginning() -> None:
     for begun_with, newest, rules, versions in (
-        (None, None, 5, [2, 3, 4]),  # a new run: the lowest that gives its rows
+        (None, None, 6, [2, 3, 4]),  # a new run: the lowest that gives its rows
         (2, None, 2, [2, 2, 2]),  # of an older tree, which did not say what it knew
         (2, 3, 3, [2, 3, 3]),
         (2, 4, 4, [2, 3, 4]),
         (3, 4, 4, [3, 3, 4]),  # what it had then may need less than the run as a whole
         (4, 3, 4, [4, 4, 4]),
-        (99, 4, 5, [2, 3, 4]),  # one that there is not here: refused by its identity
+        (99, 4, 6, [2, 3, 4]),  # one that there is not here: refused by its identity
     ):
         order = Order.of(begun_with, newest)
         assert (order.rules, [order.version(lowest) for lowest in (2, 3, 4)]) == (rules, versions), (begun_with, newest)
 
 
-@pytest.mark.parametrize("version", ["4", 3.0, True, None, [2], 1, 5, 10**30])
+@pytest.mark.parametrize("version", ["4", 3.0, True, None, [2], 1, 7, 10**30])
 def test_a_version_that_a_checkpoint_may_not_name_is_none(version: Any) -> None:
     assert order_of(version) == ORDER_VERSION

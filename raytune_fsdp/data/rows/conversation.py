@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from raytune_fsdp.config.sections.formats import FUNCTIONS, ChatFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.rows.templates import REASONING_KEYS
 from raytune_fsdp.data.rows.thoughts import without_thought
-from raytune_fsdp.data.sources.source import shorten
+from raytune_fsdp.data.sources.source import JsonText, shorten
 
 SYSTEM_ROLES = ("system", "developer")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -34,6 +35,7 @@ _USUAL_ROLES = {
 }
 # In ShareGPT files a call is a message of its own, whose text is the call as JSON.
 _CALLS = ("function_call", "tool_call")
+_CALL_KEYS = ("tool_calls", "function_call")
 
 
 _DEEPEST = 300
@@ -104,13 +106,16 @@ def _read_messages(
     messages, train = [], []
     for index, message in enumerate(given):
         place = f"{where}: {column}[{index}]"
+        inner = deep and not isinstance(message, JsonText)  # in JSON, a null is a value
+        message = _parse(message, place, "a message") if isinstance(message, JsonText) else message
         if not isinstance(message, dict):
             raise RowError(
                 f"{place}={shorten(message)} is not an object; a message needs a role and a content", "wrong_type"
             )
-        _check_depth(message, place)
         # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
-        message = _without_nulls(message, deep=deep)
+        message = _without_nulls(message, deep=inner)
+        message = _with_json(message, place) if inner else message
+        _check_depth(message, place)
         train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
     return messages, train
@@ -405,7 +410,7 @@ def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any
     if isinstance(tools, list):
         tools = [
             _parse(tool, f"{place}[{i}]", "a JSON schema") if isinstance(tool, str) else tool
-            for i, tool in enumerate(tools)
+            for i, tool in enumerate(_with_json(tools, place, texts=False) if columnar else tools)
         ]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(
@@ -423,6 +428,27 @@ def _parse(text: str, place: str, what: str) -> Any:
         raise RowError(
             f"{place}={shorten(text)} is not {what} as JSON ({error}); correct the row", "wrong_type"
         ) from None
+
+
+def messages_in(text: JsonText) -> str | list[JsonText]:
+    """Return the messages of a column that has texts in other rows, each as JSON; or else the text."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return [JsonText(json.dumps(each)) for each in found] if are_messages(found) else str(text)
+    return str(text)
+
+
+def _with_json(value: Any, place: str, *, texts: bool = True) -> Any:
+    """Return a value of columns with the JSON in it read; `texts`: only lists of objects, outside of calls."""
+    if isinstance(value, JsonText):
+        found = _parse(value, place, "a value")
+        return found if not texts or are_messages(found) else str(value)
+    if isinstance(value, dict):
+        return {
+            key: _with_json(item, f"{place}.{key}", texts=texts and key not in _CALL_KEYS)
+            for key, item in value.items()
+        }
+    return [_with_json(item, place, texts=texts) for item in value] if isinstance(value, list) else value
 
 
 def _without_nulls(value: Any, *, deep: bool = False) -> Any:

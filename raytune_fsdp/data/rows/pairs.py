@@ -19,9 +19,16 @@ from raytune_fsdp.base.batch import IGNORE, Role
 from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.formats import BinaryFormat, ChatFormat, PreferenceFormat, ScoreFormat
 from raytune_fsdp.data.mixture import FIFTH_ORDER
-from raytune_fsdp.data.rows.conversation import SYSTEM_ROLES, Conversation, check_text, read_column, read_conversation
+from raytune_fsdp.data.rows.conversation import (
+    SYSTEM_ROLES,
+    Conversation,
+    check_text,
+    messages_in,
+    read_column,
+    read_conversation,
+)
 from raytune_fsdp.data.rows.numbers import read_number, read_weight
-from raytune_fsdp.data.sources.source import shorten
+from raytune_fsdp.data.sources.source import JsonText, shorten
 
 if TYPE_CHECKING:
     from raytune_fsdp.data.rows.formats import Document
@@ -100,6 +107,8 @@ def read_group(
     columns = tuple(getattr(format, field) for field in fields)
     for column, field in zip(columns, fields, strict=True):
         read_column(row, column, field, where)
+    if format.style != "plain":
+        row = {name: messages_in(each) if isinstance(each, JsonText) else each for name, each in row.items()}
     margin = getattr(format, "margin", None)
     roles: tuple[Role, ...] = (Role.CHOSEN, Role.REJECTED)
     if isinstance(format, BinaryFormat):

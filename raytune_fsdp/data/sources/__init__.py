@@ -7,6 +7,7 @@ places      the files behind a path, pattern, directory or URL, in a stable orde
 splits      which files of a directory belong to the split that is read
 remote      files in object stores, and whatever else fsspec opens; the content of files, decompressed
 keys        which keys rows have, of the keys that only newer versions of the order read
+json_columns  columns that say they are JSON
 hub         datasets of the Hugging Face hub, written once as Arrow
 texts       rows of text files (JSON Lines, JSON, CSV, plain text), read by position
 scan        one pass over a text file: where each row is, and the hash of the content

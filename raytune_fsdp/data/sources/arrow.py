@@ -28,6 +28,7 @@ from raytune_fsdp.data.sources.handles import (
     content_hash,
     keep_hashes,
 )
+from raytune_fsdp.data.sources.json_columns import with_json
 from raytune_fsdp.data.sources.keys import keys_of_schema
 from raytune_fsdp.data.sources.prepared import PreparedRows, prepare_one, touch
 from raytune_fsdp.data.sources.remote import write_content
@@ -80,8 +81,7 @@ class ArrowRows(Part):
         return keys_of_schema(self._schema())
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
-        _, ends = self._table()
-        return rows_of_groups(indices, ends=ends, group=self._batch, where=self.where, most=self.most)
+        return rows_of_groups(indices, of=self, ends=self._table()[1], group=self._batch)
 
     def _batch(self, number: int) -> Any:
         def make() -> Any:
@@ -231,18 +231,17 @@ def index_batches(source: Any, directory: Path, *, shown: str) -> int:
     return sum(rows for _, _, rows in found)
 
 
-def rows_of_groups(
-    indices: Sequence[int], *, ends: Any, group: Any, where: Any, most: int | None = None
-) -> list[Row | RowError]:
-    """Return rows by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
+def rows_of_groups(indices: Sequence[int], *, of: Part, ends: Any, group: Any) -> list[Row | RowError]:
+    """Return rows of a file by number. `group(k)`: the table or record batch with rows `ends[k - 1]` to `ends[k]`."""
 
     def read(place: int, first: int, local: Any) -> Iterator[Row | RowError]:
         table = group(place)
-        if most is not None and table.nbytes > most:
+        if of.most is not None and table.nbytes > of.most:
             for index in local.tolist():
-                if (size := table.slice(index, 1).nbytes) > most:
-                    raise too_large(where(first + index), size, most)
-        return _take(table, local, first, where)
+                if (size := table.slice(index, 1).nbytes) > of.most:
+                    raise too_large(of.where(first + index), size, of.most)
+        rows = _take(table, local, first, of.where)
+        return with_json(rows, table.schema) if of.json else rows
 
     return by_part(indices, ends, read)
 

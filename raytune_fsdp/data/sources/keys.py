@@ -20,6 +20,7 @@ import xxhash
 from raytune_fsdp.base.durable import replace_at_once
 from raytune_fsdp.config.sections.formats import FUNCTIONS, SYSTEM, ChatFormat, Format, PythonFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER
+from raytune_fsdp.data.sources.json_columns import columns_with_json
 from raytune_fsdp.data.sources.prepared import PreparedRows
 from raytune_fsdp.data.sources.source import Keys
 
@@ -104,6 +105,7 @@ def keys_of_schema(schema: Any) -> Keys:
     return Keys(
         frozenset(name for field in schema for name in _inside(field)) & frozenset(NAMES),
         frozenset(field.name for field in schema if _is_text(field.type)),
+        frozenset(columns_with_json(schema)),
     )
 
 
@@ -119,17 +121,20 @@ def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def cached_keys(made: PreparedRows, search: Callable[[], Sequence[Keys]]) -> list[Keys]:
-    """Return what `search` finds, and keep it: for files prepared without this search, or by an older version."""
-    note = made.path / _NOTE
+def cached_keys(made: PreparedRows, search: Callable[[], Sequence[Keys]], note: str = _NOTE) -> list[Keys]:
+    """Return what `search` finds, and keep it: for files prepared without this search, or by an older version.
+
+    `note`: the name of the file that keeps it. Older versions wrote keys.json for Parquet, too, without its JSON.
+    """
+    kept = made.path / note
     with suppress(OSError, ValueError, KeyError, TypeError):
-        values = json.loads(note.read_text(encoding="utf-8"))
+        values = json.loads(kept.read_text(encoding="utf-8"))
         if values["digest"] == _digest(values["keys"]):
             return [Keys.from_json(each) for each in values["keys"]]
     found = list(search())
     keys = [each.to_json() for each in found]
     with suppress(OSError):  # a read-only cache: the next command searches again
-        replace_at_once(note, json.dumps({"keys": keys, "digest": _digest(keys)}).encode())
+        replace_at_once(kept, json.dumps({"keys": keys, "digest": _digest(keys)}).encode())
     return found
 
 

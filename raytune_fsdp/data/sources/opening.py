@@ -20,7 +20,7 @@ from raytune_fsdp.config.sections.formats import (
     Format,
     needed_columns,
 )
-from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, ORDER_VERSION
+from raytune_fsdp.data.mixture import FOURTH_ORDER, OLDEST_ORDER, ORDER_VERSION, SIXTH_ORDER
 from raytune_fsdp.data.sources.arrow import open_arrow
 from raytune_fsdp.data.sources.hub import open_hub
 from raytune_fsdp.data.sources.keys import lowest_order
@@ -63,6 +63,7 @@ def open_source(
         columns = columns_of(dataset.format, order)
     format = dataset.format if isinstance(dataset, DatasetConfig) and order >= FOURTH_ORDER else None
     keys = isinstance(format, ChatFormat)
+    json = format is not None and order >= SIXTH_ORDER  # not of tasks, whose columns are not looked at for the version
     cache = Path(cache).absolute()
     columnar, order_version = True, OLDEST_ORDER
     if dataset.hub is not None:
@@ -74,10 +75,13 @@ def open_source(
         order_version = found.order_version
         kind = one_kind(found.files, dataset)
         columnar = kind in ("arrow", "parquet")
+        keys = keys or (columnar and json)
         parts = _open_files(found.files, kind, columns, cache=cache, in_place=in_place, progress=progress, keys=keys)
     if format is not None:
         order_version = max(order_version, lowest_order(format, (part.keys for part in parts)))
-    parts = tuple(replace(part, most=max_row_bytes) for part in parts)
+    json = json and any(columns.reads(name) for part in parts for name in part.keys.json)
+    order_version = SIXTH_ORDER if json else order_version
+    parts = tuple(replace(part, most=max_row_bytes, json=json) for part in parts)
     source = Files(label, parts, columnar, order_version)
     if not len(source):
         raise DataError(f"{label}: has no rows; correct the dataset's path, hub name or split")

@@ -68,7 +68,7 @@ class ParquetRows(Part):
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         ends = OPEN.get(("groups", self.groups), lambda: np.cumsum(read_groups(self.groups), dtype=np.int64))
-        return rows_of_groups(indices, ends=ends, group=self._group, where=self.where, most=self.most)
+        return rows_of_groups(indices, of=self, ends=ends, group=self._group)
 
     def _group(self, number: int) -> Any:
         def make() -> Any:
@@ -176,7 +176,7 @@ def _open_in_place(
         stored=stored,
         groups=str(made.path / "groups"),
         columns=columns,
-        keys=cached_keys(made, search)[0] if keys else Keys(),
+        keys=cached_keys(made, search, note="columns.json")[0] if keys else Keys(),
     )
 
 

@@ -26,6 +26,14 @@ from raytune_fsdp.config.sections.data import DatasetConfig, SourceConfig
 from raytune_fsdp.data.mixture import OLDEST_ORDER
 
 Row = dict[str, Any]
+
+
+class JsonText(str):
+    """JSON from a column that says it is JSON."""
+
+    __slots__ = ()
+
+
 CACHE_GONE = "data.cache.path must be visible to all nodes, and not be cleaned during a run; start again"
 _URL = re.compile(r"\w+://[^\s'\"]+")
 _WHOLE = "check that it exists, is complete and may be read"
@@ -39,13 +47,15 @@ class Keys:
     """Which of keys.py:NAMES are a key of something: of a row, a message, a tool."""
     texts: frozenset[str] = frozenset()
     """Keys whose value is a list of objects as JSON text; ANY: there are too many to list."""
+    json: frozenset[str] = frozenset()
+    """Columns that say they have JSON."""
 
     def to_json(self) -> dict[str, list[str]]:
-        return {"names": sorted(self.names), "texts": sorted(self.texts)}
+        return {"names": sorted(self.names), "texts": sorted(self.texts), "json": sorted(self.json)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Sequence[str]]) -> Keys:
-        return cls(frozenset(values["names"]), frozenset(values["texts"]))
+        return cls(frozenset(values["names"]), frozenset(values["texts"]), frozenset(values.get("json", ())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,10 @@ class Columns(NamedTuple):
         """Return which of a file's columns to read. None: all, so that the error for a missing one can list them."""
         if self.every or not set(self.needed) <= set(names):
             return None
-        return [name for name in names if name in self.needed or name in self.optional]
+        return [name for name in names if self.reads(name)]
+
+    def reads(self, name: str) -> bool:
+        return self.every or name in self.needed or name in self.optional
 
 
 class Source(Protocol):
@@ -155,6 +168,8 @@ class Part(ABC):
     count: int
     most: int | None = None
     """The most bytes that a row may have."""
+    json: bool = False
+    """Whether JSON in columns is read (`sources.json_columns`)."""
 
     @property
     @abstractmethod
