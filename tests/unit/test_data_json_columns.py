@@ -19,7 +19,7 @@ from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import ChatFormat, CompletionFormat, InstructionFormat, PreferenceFormat
 from raytune_fsdp.data.rows.conversation import Conversation, read_conversation
 from raytune_fsdp.data.sources.opening import open_source
-from raytune_fsdp.data.sources.source import Source
+from raytune_fsdp.data.sources.source import JsonText, Source
 from tests.rows import all_samples, make_windows
 
 
@@ -114,7 +114,7 @@ def test_a_null_in_json_is_a_value_and_a_null_of_a_column_a_missing_key(tmp_path
 
 def test_a_text_that_is_json_itself_is_still_a_text(tmp_path: Path) -> None:
     """The library writes it without quotation marks, and others with them."""
-    said = ["How warm?", '{"temp": 21}', "42", "null", "[1, 2]", '"quoted"']
+    said = ["How warm?", '{"temp": 21}', '[{"id": 1}]', "42", "null", "[1, 2]", "[" * 2000, '"quoted"']
     parts = [{"type": "text", "text": "In "}, {"type": "text", "text": "parts."}]
     rows = [{"messages": [{"role": "user", "content": each}] * 2} for each in [*said, parts]]
     written = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
@@ -122,6 +122,20 @@ def test_a_text_that_is_json_itself_is_still_a_text(tmp_path: Path) -> None:
     written.to_parquet(tmp_path / "rows.parquet")
     found = conversations(opened(tmp_path / "rows.parquet", tmp_path / "cache"))
     assert [each.messages[0]["content"] for each in found] == [*said[:-1], "quoted", "In parts."]
+
+
+def test_calls_of_sharegpt_and_deep_messages() -> None:
+    calls = JsonText('[{"name": "f", "arguments": {"x": null}}]')
+    turns = [{"from": "human", "value": JsonText("21")}, {"from": "function_call", "value": calls}]
+    found = read({"messages": turns})
+    assert found.messages[0]["content"] == "21"
+    assert found.messages[1]["tool_calls"] == [call("f", {"x": None})]
+    deep: Any = {}
+    for _ in range(500):
+        deep = {"x": deep}
+    for each in ({"role": "user", "content": "Hi", "more": deep}, JsonText(json.dumps({"role": "user", "more": deep}))):
+        with pytest.raises(RowError, match=r"messages\[0\]: is nested more than 300 levels deep"):
+            read({"messages": [each]})
 
 
 def test_formats_of_texts_read_texts(tmp_path: Path) -> None:
@@ -142,6 +156,12 @@ def test_pairs_whose_prompts_are_texts_or_messages(tmp_path: Path) -> None:
     rows = [
         {"prompt": "Which?", "chosen": "this one", "rejected": "that one"},
         {"prompt": ROWS[0]["messages"][:1], **pair},
+        {"prompt": [], **pair},
+        {
+            "prompt": {"role": "user", "content": "[{}]"},
+            "chosen": {"role": "assistant", "content": "a"},
+            "rejected": "b",
+        },
     ]
     datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

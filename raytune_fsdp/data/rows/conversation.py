@@ -112,10 +112,12 @@ def _read_messages(
             raise RowError(
                 f"{place}={shorten(message)} is not an object; a message needs a role and a content", "wrong_type"
             )
+        _check_depth(message, place)
         # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
         message = _without_nulls(message, deep=inner)
-        message = _with_json(message, place) if inner else message
-        _check_depth(message, place)
+        if inner:
+            message = _with_json(message)
+            _check_depth(message, place)
         train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
     return messages, train
@@ -123,13 +125,18 @@ def _read_messages(
 
 def _check_depth(value: Any, place: str) -> None:
     """Refuse a value whose lists and objects lie too deep in each other."""
+    if _is_deep(value):
+        raise RowError(f"{place}: is nested more than {_DEEPEST} levels deep; correct or remove the row", "nested")
+
+
+def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEEPEST):
         inner = (each.values() if isinstance(each, dict) else each for each in level)
         level = [each for values in inner for each in values if isinstance(each, dict | list | tuple)]
         if not level:
-            return
-    raise RowError(f"{place}: is nested more than {_DEEPEST} levels deep; correct or remove the row", "nested")
+            return False
+    return True
 
 
 def _is_trained(message: dict[str, Any], place: str, newer: bool) -> bool:
@@ -410,7 +417,7 @@ def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any
     if isinstance(tools, list):
         tools = [
             _parse(tool, f"{place}[{i}]", "a JSON schema") if isinstance(tool, str) else tool
-            for i, tool in enumerate(_with_json(tools, place, texts=False) if columnar else tools)
+            for i, tool in enumerate(_with_json(tools, texts=False) if columnar else tools)
         ]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(
@@ -430,25 +437,42 @@ def _parse(text: str, place: str, what: str) -> Any:
         ) from None
 
 
-def messages_in(text: JsonText) -> str | list[JsonText]:
-    """Return the messages of a column that has texts in other rows, each as JSON; or else the text."""
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        return [JsonText(json.dumps(each)) for each in found] if are_messages(found) else str(text)
+def messages_in(text: JsonText, role: str | None) -> Any:
+    """Return the messages of a column that has texts in other rows, each as JSON; or else the text. `role`: the key."""
+    found = _parsed(text)
+    if found in ([], {}):
+        return found
+    messages = [found] if isinstance(found, dict) else found
+    if are_messages(messages) and all((role or "role") in each or "from" in each for each in messages):
+        return [JsonText(json.dumps(each)) for each in messages]
     return str(text)
 
 
-def _with_json(value: Any, place: str, *, texts: bool = True) -> Any:
-    """Return a value of columns with the JSON in it read; `texts`: only lists of objects, outside of calls."""
+def _with_json(value: Any, *, texts: bool = True) -> Any:
+    """Return a value of columns with the JSON in it read; with `texts`, only lists of parts outside of calls, since all
+    other JSON may be a text that looks like it."""
     if isinstance(value, JsonText):
-        found = _parse(value, place, "a value")
-        return found if not texts or are_messages(found) else str(value)
+        found = _parsed(value)
+        return found if not texts or _are_parts(found) else str(value)
     if isinstance(value, dict):
-        return {
-            key: _with_json(item, f"{place}.{key}", texts=texts and key not in _CALL_KEYS)
-            for key, item in value.items()
-        }
-    return [_with_json(item, place, texts=texts) for item in value] if isinstance(value, list) else value
+        return {key: _with_json(item, texts=texts and key not in _CALL_KEYS) for key, item in value.items()}
+    return [_with_json(item, texts=texts) for item in value] if isinstance(value, list) else value
+
+
+def _parsed(text: JsonText) -> Any:
+    """Return what JSON says; the text itself if it is not JSON, or so deep that not every process can read it."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if not _is_deep([found]):
+            return found
+    return str(text)
+
+
+def _are_parts(value: Any) -> bool:
+    return are_messages(value) and all(
+        _NOT_TEXT.match(str(part.get("type"))) or (part.get("type") == "text" and isinstance(part.get("text"), str))
+        for part in value
+    )
 
 
 def _without_nulls(value: Any, *, deep: bool = False) -> Any:

@@ -108,7 +108,8 @@ def read_group(
     for column, field in zip(columns, fields, strict=True):
         read_column(row, column, field, where)
     if format.style != "plain":
-        row = {name: messages_in(each) if isinstance(each, JsonText) else each for name, each in row.items()}
+        as_json = {name: each for name, each in row.items() if isinstance(each, JsonText)}
+        row = row | {name: messages_in(each, format.role) for name, each in as_json.items()}
     margin = getattr(format, "margin", None)
     roles: tuple[Role, ...] = (Role.CHOSEN, Role.REJECTED)
     if isinstance(format, BinaryFormat):

@@ -78,7 +78,8 @@ class ArrowRows(Part):
 
     @property
     def keys(self) -> Keys:
-        return keys_of_schema(self._schema())
+        with reading(self.shown):
+            return keys_of_schema(self._schema())
 
     def rows(self, indices: Sequence[int]) -> list[Row | RowError]:
         return rows_of_groups(indices, of=self, ends=self._table()[1], group=self._batch)

@@ -22,7 +22,7 @@ _Read = Callable[[Any], Any]
 
 
 def columns_with_json(schema: Any) -> list[str]:
-    """Return the names of the columns that have JSON anywhere in their values."""
+    """Return the names of the columns that have JSON in their values, lists and structs."""
     return list(_readers(schema))
 
 

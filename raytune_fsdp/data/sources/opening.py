@@ -63,7 +63,8 @@ def open_source(
         columns = columns_of(dataset.format, order)
     format = dataset.format if isinstance(dataset, DatasetConfig) and order >= FOURTH_ORDER else None
     keys = isinstance(format, ChatFormat)
-    json = format is not None and order >= SIXTH_ORDER  # not of tasks, whose columns are not looked at for the version
+    # Not of tasks, whose columns are not looked at for the version, nor for functions, which know their columns.
+    json = format is not None and order >= SIXTH_ORDER and not columns.every
     cache = Path(cache).absolute()
     columnar, order_version = True, OLDEST_ORDER
     if dataset.hub is not None:
