@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from raytune_fsdp.cli.main import main
+from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_metrics, read_trajectory
 from raytune_fsdp.run.prepare import open_as_run, prepare
 from tests.checkpoints import checkpoints, pieces_of
@@ -167,7 +168,7 @@ def test_what_a_run_gains_is_read_as_a_run_begun_with_it_reads_it(
             for kept in checkpoints(run_dir(config)):
                 state = Path(kept.path) / "state.json"
                 values = json.loads(state.read_text())
-                assert values.pop("newest_order") == 5 and values["identity"]["data.order_version"] == 2
+                assert values.pop("newest_order") == ORDER_VERSION and values["identity"]["data.order_version"] == 2
                 state.write_text(json.dumps(values))
                 with_hashes(Path(kept.path))
         values = config.model_dump()

@@ -12,6 +12,7 @@ import torch
 from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.checkpoint.state import RunState
 from raytune_fsdp.config import FinetuneConfig
+from raytune_fsdp.data.mixture import ORDER_VERSION
 from raytune_fsdp.model.adapters.attach import adapted_modules
 from raytune_fsdp.model.attention.choose import KernelChoice
 from raytune_fsdp.model.network import build_network, load_architecture
@@ -36,7 +37,7 @@ def run_in(directory: Path, plan: Any, *events: dict[str, Any]) -> RunDir:
 
 def test_a_run_that_repeats_another_begins_as_that_was_begun(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "again", "")
-    assert beginning_of(place) == (RunState(newest_order=5), None), "a new one"
+    assert beginning_of(place) == (RunState(newest_order=ORDER_VERSION), None), "a new one"
     older = RunState(step=9, identity={"data.order_version": 2}, kernels={"attention": "sdpa"})
     put_beginning(place, older)
     kernels = {"gradients": "bf16", "update": "eager", "blocks": "eager", "experts": "grouped_mm"}

@@ -349,7 +349,7 @@ def test_work_that_takes_long_is_not_taken_for_a_cluster_without_a_cpu(
     asked: list[float] = []
     ended: list[int] = []
 
-    def wait(tasks: list[int], timeout: float) -> tuple[list[int], list[int]]:
+    def wait(tasks: list[int], timeout: float, **_: bool) -> tuple[list[int], list[int]]:
         if timeout < 1:
             return (tasks, []) if runs else ([], tasks)
         asked.append(timeout)
