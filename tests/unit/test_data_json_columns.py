@@ -18,6 +18,7 @@ from raytune_fsdp.base.errors import RowError
 from raytune_fsdp.config.sections.data import DatasetConfig
 from raytune_fsdp.config.sections.formats import ChatFormat, CompletionFormat, InstructionFormat, PreferenceFormat
 from raytune_fsdp.data.rows.conversation import Conversation, read_conversation
+from raytune_fsdp.data.rows.pairs import read_group
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.sources.source import JsonText, Source
 from tests.rows import all_samples, make_windows
@@ -114,7 +115,7 @@ def test_a_null_in_json_is_a_value_and_a_null_of_a_column_a_missing_key(tmp_path
 
 def test_a_text_that_is_json_itself_is_still_a_text(tmp_path: Path) -> None:
     """The library writes it without quotation marks, and others with them."""
-    said = ["How warm?", '{"temp": 21}', '[{"id": 1}]', "42", "null", "[1, 2]", "[" * 2000, '"quoted"']
+    said = ["How warm?", '{"temp": 21}', '[{"id": 1}]', "42", "[1, 2]", "[" * 2000, '"quoted"']
     parts = [{"type": "text", "text": "In "}, {"type": "text", "text": "parts."}]
     rows = [{"messages": [{"role": "user", "content": each}] * 2} for each in [*said, parts]]
     written = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
@@ -136,6 +137,28 @@ def test_calls_of_sharegpt_and_deep_messages() -> None:
     for each in ({"role": "user", "content": "Hi", "more": deep}, JsonText(json.dumps({"role": "user", "more": deep}))):
         with pytest.raises(RowError, match=r"messages\[0\]: is nested more than 300 levels deep"):
             read({"messages": [each]})
+
+
+def test_words_in_calls_stay_words_and_parts_are_refused_by_name() -> None:
+    asked = {**call("f", {"n": JsonText("42")}), "id": JsonText("123456789")}
+    missing = {"role": "user", "content": "Hi", "function_call": JsonText("null")}
+    found = read({"messages": [missing, {"role": "assistant", "tool_calls": [asked]}]}).messages
+    assert found[0] == {"role": "user", "content": "Hi"}
+    assert found[1]["tool_calls"] == [{**call("f", {"n": 42}), "id": "123456789"}]
+    for other in ('{"type": "file"}', '{"type": "image", "url": "x"}'):
+        content = JsonText(f'[{{"type": "text", "text": "a"}}, {other}]')
+        with pytest.raises(RowError, match=r"content\[1\]="):
+            read({"messages": [{"role": "user", "content": content}]})
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"from": "Berlin", "to": "Rome"}', '[{"role": "engineer"}]'])
+def test_an_answer_that_is_json_is_a_text(text: str) -> None:
+    format = PreferenceFormat(type="preference")
+    row = {"prompt": "Extract.", "chosen": JsonText(text), "rejected": "nothing"}
+    found, same = (
+        read_group({**row, "chosen": kind(text)}, format, "a row", columnar=True) for kind in (JsonText, str)
+    )
+    assert found.sides == same.sides
 
 
 def test_formats_of_texts_read_texts(tmp_path: Path) -> None:
@@ -175,9 +198,9 @@ def test_pairs_whose_prompts_are_texts_or_messages(tmp_path: Path) -> None:
 
 
 def test_what_is_not_json_is_a_bad_row(tmp_path: Path) -> None:
-    texts = [json.dumps(ROWS[0]["messages"]), "[{", "[" * 100_000, None]
+    texts = [json.dumps(ROWS[0]["messages"]), "[{", "[" * 100_000, None, "null"]
     pq.write_table(pa.table({"messages": column(texts)}), tmp_path / "rows.parquet")
-    good, *bad = opened(tmp_path / "rows.parquet", tmp_path / "cache").rows(range(4))
+    good, *bad = opened(tmp_path / "rows.parquet", tmp_path / "cache").rows(range(5))
     assert read(good).messages == read({"messages": ROWS[0]["messages"]}, columnar=False).messages
     for row in bad:
         with pytest.raises(RowError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ _USUAL_ROLES = {
 # In ShareGPT files a call is a message of its own, whose text is the call as JSON.
 _CALLS = ("function_call", "tool_call")
 _CALL_KEYS = ("tool_calls", "function_call")
+_WORDS = ("id", "name", "type", "description")
+"""Keys in calls and tools whose numbers are words."""
 
 
 _DEEPEST = 300
@@ -116,7 +119,7 @@ def _read_messages(
         # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
         message = _without_nulls(message, deep=inner)
         if inner:
-            message = _with_json(message)
+            message = _without_nulls(_with_json(message))
             _check_depth(message, place)
         train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
@@ -437,15 +440,22 @@ def _parse(text: str, place: str, what: str) -> Any:
         ) from None
 
 
-def messages_in(text: JsonText, role: str | None) -> Any:
-    """Return the messages of a column that has texts in other rows, each as JSON; or else the text. `role`: the key."""
+def messages_in(text: JsonText, role: str | None, roles: Mapping[str, Any]) -> str | list[JsonText]:
+    """Return the messages of a column that has texts in other rows, each as JSON; or else the text.
+
+    `role`: the key of roles, if it is not one of the usual ones. `roles`: those that the format names.
+    """
     found = _parsed(text)
-    if found in ([], {}):
-        return found
     messages = [found] if isinstance(found, dict) else found
-    if are_messages(messages) and all((role or "role") in each or "from" in each for each in messages):
+    known = {*roles, *_USUAL_ROLES}
+    if are_messages(messages) and all(_role_in(each, role) in known for each in messages):
         return [JsonText(json.dumps(each)) for each in messages]
-    return str(text)
+    return text
+
+
+def _role_in(message: Mapping[str, Any], key: str | None) -> str | None:
+    found = message.get(key or ("role" if "role" in message else "from"))
+    return found if isinstance(found, str) else None
 
 
 def _with_json(value: Any, *, texts: bool = True) -> Any:
@@ -455,7 +465,11 @@ def _with_json(value: Any, *, texts: bool = True) -> Any:
         found = _parsed(value)
         return found if not texts or _are_parts(found) else str(value)
     if isinstance(value, dict):
-        return {key: _with_json(item, texts=texts and key not in _CALL_KEYS) for key, item in value.items()}
+        read = {key: _with_json(item, texts=texts and key not in _CALL_KEYS) for key, item in value.items()}
+        words = [
+            key for key in _WORDS if isinstance(value.get(key), JsonText) and not isinstance(read[key], dict | list)
+        ]
+        return read | {key: str(value[key]) for key in words}
     return [_with_json(item, texts=texts) for item in value] if isinstance(value, list) else value
 
 
@@ -469,10 +483,10 @@ def _parsed(text: JsonText) -> Any:
 
 
 def _are_parts(value: Any) -> bool:
-    return are_messages(value) and all(
-        _NOT_TEXT.match(str(part.get("type"))) or (part.get("type") == "text" and isinstance(part.get("text"), str))
-        for part in value
-    )
+    if not are_messages(value):
+        return False
+    texts = [part.get("type") == "text" and isinstance(part.get("text"), str) for part in value]
+    return any(texts) or all(_NOT_TEXT.match(str(part.get("type"))) for part in value)
 
 
 def _without_nulls(value: Any, *, deep: bool = False) -> Any:

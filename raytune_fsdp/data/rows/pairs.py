@@ -108,8 +108,11 @@ def read_group(
     for column, field in zip(columns, fields, strict=True):
         read_column(row, column, field, where)
     if format.style != "plain":
-        as_json = {name: each for name, each in row.items() if isinstance(each, JsonText)}
-        row = row | {name: messages_in(each, format.role) for name, each in as_json.items()}
+        row = row | {
+            name: messages_in(row[name], format.role, format.roles)
+            for name in (*columns, format.prompt or "")
+            if isinstance(row.get(name), JsonText)
+        }
     margin = getattr(format, "margin", None)
     roles: tuple[Role, ...] = (Role.CHOSEN, Role.REJECTED)
     if isinstance(format, BinaryFormat):
@@ -147,6 +150,7 @@ def _prompt_of(row: dict[str, Any], format: GroupFormat) -> Any:
     """Return what the column of the prompt has; None: nothing."""
     given = None if format.prompt is None else row.get(format.prompt)
     empty = given in (None, [], {}) or (isinstance(given, str) and not given.strip())
+    empty = empty or (isinstance(given, JsonText) and given in ("[]", "{}"))
     return None if empty else given
 
 

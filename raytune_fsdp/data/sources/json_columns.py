@@ -51,10 +51,12 @@ def _reader(kind: Any) -> _Read | None:
 
 
 def _read(text: str | None) -> str | None:
-    if text is not None and text.startswith('"'):
+    if text is None or text == "null":  # as older versions of the library wrote what is missing
+        return None
+    if text.startswith('"'):
         with suppress(ValueError):
             return str(json.loads(text))
-    return None if text is None else JsonText(text)
+    return JsonText(text)
 
 
 def _is_list(kind: Any) -> bool:
