@@ -117,9 +117,8 @@ def _read_messages(
             )
         _check_depth(message, place)
         # In Arrow and Parquet every message has the keys of all messages, most of them null: "tool_calls": null.
-        message = _without_nulls(message, deep=inner)
-        if inner:
-            message = _without_nulls(_with_json(message))
+        message = _of_columns(message) if inner else _without_nulls(message)
+        if inner:  # with the JSON in it
             _check_depth(message, place)
         train.append(_is_trained(message, place, newer))
         messages.append(_read_message(message, format, place))
@@ -288,7 +287,7 @@ def check_unicode(value: str, place: str) -> None:
 
 
 def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> dict[str, Any]:
-    role_key = format.role or ("role" if "role" in message else "from")
+    role_key = _role_key(message, format.role)
     # Columns that are null are dropped where rows are read: the role's name says which one is missing.
     usual = "content" if "content" in message or ("value" not in message and role_key == "role") else "value"
     content_key = format.content or usual
@@ -326,6 +325,10 @@ def _read_message(message: dict[str, Any], format: ChatFormat, place: str) -> di
         if key in message and not check_text(message[key], f"{place}.{key}", may_be_empty=True).strip():
             del message[key]
     return {**message, "role": role, "content": content}
+
+
+def _role_key(message: Mapping[str, Any], own: str | None) -> str:
+    return own or ("role" if "role" in message else "from")
 
 
 def _read_role(given: Any, format: ChatFormat, place: str) -> str:
@@ -412,7 +415,7 @@ def _tools_of(
 
 def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any]] | None:
     # Done before texts in it are parsed: those are JSON, where a null is a value.
-    tools = _without_nulls(tools, deep=True) if columnar else tools
+    tools = _of_columns(tools, texts=False) if columnar else tools
     if isinstance(tools, str):
         tools = _parse(tools, place, "a list of JSON schemas") if tools.strip() else None
     if tools is None or tools == []:
@@ -420,7 +423,7 @@ def _read_tools(tools: Any, place: str, *, columnar: bool) -> list[dict[str, Any
     if isinstance(tools, list):
         tools = [
             _parse(tool, f"{place}[{i}]", "a JSON schema") if isinstance(tool, str) else tool
-            for i, tool in enumerate(_with_json(tools, texts=False) if columnar else tools)
+            for i, tool in enumerate(tools)
         ]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(
@@ -447,30 +450,28 @@ def messages_in(text: JsonText, role: str | None, roles: Mapping[str, Any]) -> s
     """
     found = _parsed(text)
     messages = [found] if isinstance(found, dict) else found
-    known = {*roles, *_USUAL_ROLES}
-    if are_messages(messages) and all(_role_in(each, role) in known for each in messages):
+    known = [*roles, *_USUAL_ROLES]
+    if are_messages(messages) and all(each.get(_role_key(each, role)) in known for each in messages):
         return [JsonText(json.dumps(each)) for each in messages]
     return text
 
 
-def _role_in(message: Mapping[str, Any], key: str | None) -> str | None:
-    found = message.get(key or ("role" if "role" in message else "from"))
-    return found if isinstance(found, str) else None
+def _of_columns(value: Any, *, texts: bool = True, key: str = "") -> Any:
+    """Return a value of columns without keys whose value is null, at any depth, and with the JSON in it read.
 
-
-def _with_json(value: Any, *, texts: bool = True) -> Any:
-    """Return a value of columns with the JSON in it read; with `texts`, only lists of parts outside of calls, since all
-    other JSON may be a text that looks like it."""
+    With `texts`, only lists of parts are read outside of calls: all other JSON may be a text that looks like it.
+    """
     if isinstance(value, JsonText):
         found = _parsed(value)
-        return found if not texts or _are_parts(found) else str(value)
+        is_read = _are_parts(found) if texts else key not in _WORDS or isinstance(found, dict | list)
+        return found if is_read else str(value)
     if isinstance(value, dict):
-        read = {key: _with_json(item, texts=texts and key not in _CALL_KEYS) for key, item in value.items()}
-        words = [
-            key for key in _WORDS if isinstance(value.get(key), JsonText) and not isinstance(read[key], dict | list)
-        ]
-        return read | {key: str(value[key]) for key in words}
-    return [_with_json(item, texts=texts) for item in value] if isinstance(value, list) else value
+        return {
+            name: read
+            for name, item in value.items()
+            if (read := _of_columns(item, texts=texts and name not in _CALL_KEYS, key=name)) is not None
+        }
+    return [_of_columns(item, texts=texts) for item in value] if isinstance(value, list) else value
 
 
 def _parsed(text: JsonText) -> Any:
@@ -489,12 +490,6 @@ def _are_parts(value: Any) -> bool:
     return any(texts) or all(_NOT_TEXT.match(str(part.get("type"))) for part in value)
 
 
-def _without_nulls(value: Any, *, deep: bool = False) -> Any:
-    """Return the object without keys whose value is null; `deep`: also inside all of its values."""
-    if isinstance(value, dict):
-        return {
-            key: _without_nulls(item, deep=True) if deep else item for key, item in value.items() if item is not None
-        }
-    if deep and isinstance(value, list):
-        return [_without_nulls(item, deep=True) for item in value]
-    return value
+def _without_nulls(value: Any) -> Any:
+    """Return the object without keys whose value is null."""
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value

@@ -43,8 +43,8 @@ class Asha:
     def next(self, trials: Sequence[Trial], log: Sequence[Entry]) -> Next:
         ladder = self._ladder(trials, log)
         for rung in reversed(range(len(self.steps))):
-            for number in self._waiting(ladder, rung, len(ladder.come[rung]) // self.eta):
-                return Next([Decision(self.steps[rung], (number,), ())], (), over=False)
+            if waiting := self._waiting(ladder, rung, len(ladder.come[rung]) // self.eta):
+                return Next([Decision(self.steps[rung], (waiting[0],), ())], (), over=False)
         known = ladder.known
         here = [number for number in known if known[number].state == "open" and not self._waits(ladder, number)]
         # Those that came further first: a new trial begins where nobody may go on.
