@@ -491,10 +491,11 @@ def test_where_the_time_went_is_sent_after_a_failure_and_at_the_end(tmp_path: Pa
     phases = {"workers": 1.0, "model": 2.0, "step": 0.5}
 
     def begin(number: int, resumed_from: int) -> Attempt:
-        attempt = Attempt(tmp_path, start_of(number, resumed_from, total_steps=40))
-        attempt.record.event("attempt_started", world_size=1, resumed_from=resumed_from)
-        attempt.record.event("first_step", seconds=3.5, phases=phases)
-        return attempt
+        # Before the thread begins: the tables that it sends first have them, and the next come half a minute later.
+        started = {"world_size": 1, "resumed_from": resumed_from}
+        append_event(tmp_path / "events.jsonl", "attempt_started", attempt=number, fields=started)
+        append_event(tmp_path / "events.jsonl", "first_step", attempt=number, fields={"seconds": 3.5, "phases": phases})
+        return Attempt(tmp_path, start_of(number, resumed_from, total_steps=40))
 
     first = begin(1, 0).train(1, 20, evaluate=False)
     wait_for(lambda: ("train/loss", 20) in server.values(the_run(server)) if server.runs else False, 60)
@@ -503,10 +504,12 @@ def test_where_the_time_went_is_sent_after_a_failure_and_at_the_end(tmp_path: Pa
     assert not names_of
     append_event(tmp_path / "events.jsonl", "attempt_failed", attempt=1, fields={"cause": "x", "reached": 26})
     second = begin(2, 20).train(21, 30, evaluate=False)
-    wait_for(lambda: ("goodput/productive_share", 30) in server.values(the_run(server)))
+    # Its step is the newest in the record when the thread reads it: anywhere on the way to 30.
+    wait_for(lambda: any(key == "goodput/productive_share" for key, _ in server.values(the_run(server))), 60)
     second.train(31, 40, evaluate=False).finish()
     found = {key: value for key, value in server.values(the_run(server)).items() if key[0].startswith("goodput/")}
-    assert {step for _, step in found} == {30, 40} and all(len(each) == 1 for each in found.values())
+    after_failure, at_end = sorted({step for _, step in found})
+    assert 20 <= after_failure <= 30 and at_end == 40 and all(len(each) == 1 for each in found.values())
     expected = read_goodput(tmp_path)
     assert expected is not None and expected.steps_again == 5
     assert {key: value for (key, step), (value,) in found.items() if step == 40} == expected.metrics()
