@@ -46,7 +46,8 @@ from raytune_fsdp.base.random import derive_key, mix64
 #                   together, or not at all (`data.duplicates`)
 #     5             the end of a turn is trained on also where a template leaves it to whatever follows, and not where
 #                   generation never writes it; nor is an empty thought that the template adds (`rows.turns`)
-#     6             columns that say they are JSON are read as such (`sources.json_columns`)
+#     6             columns that say they are JSON are read as such (`sources.json_columns`); a text that begins or ends
+#                   with the tokens that the tokenizer adds there gets no second ones (`rows.formats`)
 #
 # A run keeps the version that it was begun with. A new run, and windows in the cache, have the lowest version that
 # gives them their rows in their order: most data is the same under all versions, and so keeps its runs and its cache.

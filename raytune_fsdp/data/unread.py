@@ -23,6 +23,8 @@ _CONTEXT = dict.fromkeys(("input", "context"), "format.input")
 _CALLS = dict.fromkeys(("tools", FUNCTIONS), "format.tools")
 _ANSWERS = dict.fromkeys(("chosen", "rejected"), "format.type=preference")
 _BY_FUNCTION = dict.fromkeys((*_CALLS, "history"), _FUNCTION)
+_PADDED = "attention_mask"
+"""What tokenizers return besides the tokens: it says something where a row was padded."""
 _NOT_TEXT = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "no format")
 _ASKED = {
     **_SYSTEM, "history": _FUNCTION,
@@ -41,7 +43,7 @@ _KNOWN: dict[str, dict[str, str]] = {
     "completion": {**_ANSWERS},
     "tokens": {
         "labels": "format.labels",
-        **dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks"), "format.mask"),
+        **dict.fromkeys(("loss_mask", "completion_mask", "assistant_masks", _PADDED), "format.mask"),
     },
 }  # fmt: skip
 """For types of formats: well-known columns, and what would read them. A type that is not here reads none of them, nor
@@ -64,9 +66,10 @@ class UnreadColumn:
     """The setting that would read it."""
 
     def __str__(self) -> str:
+        found = "are padded by it, so that padding is trained on" if self.column == _PADDED else "have something in it"
         return (
             f"dataset {self.dataset!r}: its column {self.column!r} is not read, and {self.share:.1%} of "
-            f"{self.rows:,} rows have something in it; {self.read_by} would read it, and "
+            f"{self.rows:,} rows {found}; {self.read_by} would read it, and "
             f"format.ignore=[{self.column}] silences this"
         )
 
@@ -107,7 +110,7 @@ def _unread(name: str, dataset: DatasetConfig, source: Source, order: int) -> li
     rows = _first_rows(source.with_columns(Columns((), tuple(wanted))))
     found = []
     for column, by in wanted.items():
-        filled = sum(_is_filled(row.get(column)) for row in rows)
+        filled = sum(_is_filled(column, row.get(column)) for row in rows)
         if column in newest.optional:
             by = "a run that is begun now"  # this run goes on by older rules
         if filled:
@@ -152,5 +155,7 @@ def _size_of(row: Row) -> int:
     return total
 
 
-def _is_filled(value: Any) -> bool:
+def _is_filled(column: str, value: Any) -> bool:
+    if column == _PADDED:
+        return isinstance(value, list) and 0 in value
     return value not in (None, [], {}) and not (isinstance(value, str) and not value.strip())

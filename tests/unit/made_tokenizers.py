@@ -7,7 +7,7 @@ import functools
 import re
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from raytune_fsdp.base.batch import IGNORE
@@ -40,6 +40,14 @@ def chat() -> PreTrainedTokenizerBase:
     backend = copy.deepcopy(demo().backend_tokenizer)
     backend.add_special_tokens(["<s>", *MARKS])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|endoftext|>")
+
+
+def adding(single: str) -> PreTrainedTokenizerBase:
+    """`chat` without a first token of its own, adding around a text what `single` says."""
+    backend = copy.deepcopy(chat().backend_tokenizer)
+    special = [(text, backend.token_to_id(text)) for text in ("<s>", "<|endoftext|>")]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
 @functools.cache

@@ -18,11 +18,13 @@ from raytune_fsdp.base.errors import DataError
 from raytune_fsdp.config import DataConfig, DatasetConfig
 from raytune_fsdp.data import duplicates
 from raytune_fsdp.data.duplicates import RowReader, groups_of, left_out_of
+from raytune_fsdp.data.mixture import FIFTH_ORDER, ORDER_VERSION
 from raytune_fsdp.data.open import open_data, open_evals
 from raytune_fsdp.data.sources.opening import open_source
 from raytune_fsdp.data.windows import Windows
 from tests.rows import VOCABULARY, all_samples, demo_tokenizer, documents_in
 from tests.runs import make_config
+from tests.unit.made_tokenizers import adding
 
 TOKENS = {"type": "tokens", "labels": None}
 TRIMS = (
@@ -137,6 +139,20 @@ def test_texts_and_tokens_are_equal_by_their_tokens_and_masks(tmp_path: Path, ki
     form = {"type": kind, **({"prompt": "{q}", "completion": "{a}"} if kind == "template" else {})}
     data = DataConfig.model_validate({"train": [{"path": str(tmp_path / "rows.jsonl"), "format": form}]})
     assert check(*groups(tmp_path / "cache", data)) == {"completion": 3, "template": 2, "tokens": 2}[kind]
+
+
+def test_texts_with_what_the_tokenizer_adds_are_equal_to_those_without(tmp_path: Path) -> None:
+    tokenizer = adding("<s> $A <|endoftext|>")
+    texts = ["one", "<s>one", "one<|endoftext|>", "<s>one<|endoftext|>", "<s><s>one", "two", "<s> one"]
+    write(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    data = DataConfig.model_validate(
+        {"train": [{"path": str(tmp_path / "rows.jsonl"), "format": {"type": "completion"}}]}
+    )
+    source = open_source(data.train[0], cache=tmp_path / "cache", in_place=False)
+    for order, equal in ((ORDER_VERSION, 4), (FIFTH_ORDER, 0)):
+        reader = RowReader.of(data.train[0], source, data, tokenizer, len(tokenizer), order)
+        (own,) = groups_of([reader], tmp_path / "cache")
+        assert check([own.tolist()], [reader.token_keys(range(len(texts)))]) == equal
 
 
 @pytest.mark.parametrize("kind", ["words", "characters", "bytes"])

@@ -11,18 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
 
 from raytune_fsdp.base.batch import IGNORE
 from raytune_fsdp.base.errors import DataError, RowError
 from raytune_fsdp.config import ChatFormat, CompletionFormat, InstructionFormat, TokensFormat
-from raytune_fsdp.data.mixture import FOURTH_ORDER, ORDER_VERSION
+from raytune_fsdp.data.mixture import FIFTH_ORDER, FOURTH_ORDER, OLDEST_ORDER, ORDER_VERSION, SIXTH_ORDER
 from raytune_fsdp.data.rows.formats import DOCUMENT_VERSION, Document, Formatter
 from raytune_fsdp.data.rows.templates import load_template
 from raytune_fsdp.data.sources.keys import lowest_order
 from raytune_fsdp.plan.identity import named
-from tests.unit.made_tokenizers import GLUED, chat, convert, demo, pieces, refusal, without_tags
+from tests.unit.made_tokenizers import GLUED, adding, chat, convert, demo, pieces, refusal, without_tags
 
 TEXT = CompletionFormat(type="completion")
 TOKENS = TokensFormat(type="tokens")
@@ -83,15 +81,32 @@ def test_completion_trains_every_token_and_ends() -> None:
 
 @pytest.mark.parametrize(("single", "around"), [("<s> $A", ("<s>", "")), ("<s> $A <|endoftext|>", ("<s>", ""))])
 def test_special_tokens_around_a_text_are_the_tokenizers(single: str, around: tuple[str, str]) -> None:
-    backend = copy.deepcopy(chat().backend_tokenizer)
-    special = [(text, backend.token_to_id(text)) for text in ("<s>", "<|endoftext|>")]
-    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer = adding(single)
     assert pieces(convert({"text": "What?"}, TEXT, tokenizer), tokenizer) == [("<s>What?<|endoftext|>", True)]
     document = convert({"prompt": "The Wh", "completion": "at?"}, PLAIN, tokenizer)
     assert pieces(document, tokenizer) == [("<s>The Wh", False), ("at?<|endoftext|>", True)]
     document = convert(GOOD, ChatFormat(), tokenizer, GLUED, order=FOURTH_ORDER)
     assert pieces(document, tokenizer) == [("What?", False), ("The GPU.", True)]
+
+
+@pytest.mark.parametrize("single", ["<s> $A", "<s> $A <|endoftext|>"])
+def test_a_text_that_has_the_tokens_around_it_gets_no_second_ones(single: str) -> None:
+    """As a chat that was rendered before. Begun runs keep both."""
+    tokenizer = adding(single)
+    once = [("<s>What?<|endoftext|>", True)]
+    for text in ("What?", "<s>What?", "What?<|endoftext|>", "<s>What?<|endoftext|>"):
+        assert pieces(convert({"text": text}, TEXT, tokenizer), tokenizer) == once, text
+    document = convert({"prompt": "<s>The Wh", "completion": "at?<|endoftext|>"}, PLAIN, tokenizer)
+    assert pieces(document, tokenizer) == [("<s>The Wh", False), ("at?<|endoftext|>", True)]
+    older = convert({"text": "<s>What?"}, TEXT, tokenizer, order=FIFTH_ORDER)
+    assert pieces(older, tokenizer) == [("<s><s>What?<|endoftext|>", True)]
+    inside = convert({"text": "What?<s>What?"}, TEXT, tokenizer)
+    assert pieces(inside, tokenizer) == [("<s>What?<s>What?<|endoftext|>", True)]
+    versions = [
+        Formatter(format, tokenizer=each, vocab_size=2000, template=None).order_version
+        for format, each in ((TEXT, tokenizer), (PLAIN, tokenizer), (ALL_TOKENS, tokenizer), (TEXT, demo()))
+    ]
+    assert versions == [SIXTH_ORDER, SIXTH_ORDER, OLDEST_ORDER, OLDEST_ORDER]
 
 
 def test_instructions_in_three_styles() -> None:

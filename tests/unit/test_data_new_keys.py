@@ -351,6 +351,25 @@ def test_columns_that_are_read_and_those_of_functions_are_not_said(tmp_path: Pat
     assert make_windows([tokens], cache=tmp_path / "cache").unread == []
 
 
+def test_padding_that_would_be_trained_on_is_said(tmp_path: Path) -> None:
+    """Rows of a tokenizer that was asked to pad. Its mask of rows without padding says nothing."""
+    rows = [{"input_ids": [5, 6, 7], "attention_mask": [1, 1, pad]} for pad in (0, 1, 1, 0)]
+    format = TokensFormat(type="tokens", labels=None)
+    dataset = DatasetConfig(path=str(write(tmp_path / "rows.jsonl", rows)), format=format)
+    (found,) = make_windows([dataset], cache=tmp_path / "cache").unread
+    assert found.fields() == {
+        "dataset": "rows", "column": "attention_mask", "share": 0.5, "rows": 4, "read_by": "format.mask"
+    }  # fmt: skip
+    assert str(found) == (
+        "dataset 'rows': its column 'attention_mask' is not read, and 50.0% of 4 rows are padded by it, so that "
+        "padding is trained on; format.mask would read it, and format.ignore=[attention_mask] silences this"
+    )
+    plain = DatasetConfig(path=str(write(tmp_path / "plain.jsonl", rows[1:3])), format=format)
+    assert make_windows([plain], cache=tmp_path / "cache").unread == []
+    read = DatasetConfig(path=dataset.path, format=TokensFormat(type="tokens", labels=None, mask="attention_mask"))
+    assert make_windows([read], cache=tmp_path / "cache").unread == []
+
+
 def test_unread_columns_are_said_once_for_training_and_evaluation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

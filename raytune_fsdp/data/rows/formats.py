@@ -24,7 +24,7 @@ from raytune_fsdp.config.sections.formats import (
     TokensFormat,
     becomes_chat,
 )
-from raytune_fsdp.data.mixture import FIFTH_ORDER, OLDEST_ORDER, ORDER_VERSION
+from raytune_fsdp.data.mixture import FIFTH_ORDER, OLDEST_ORDER, ORDER_VERSION, SIXTH_ORDER
 from raytune_fsdp.data.rows.conversation import (
     Conversation,
     check_text,
@@ -197,15 +197,24 @@ class Formatter:
 
     @property
     def order_version(self) -> int:
-        """The lowest version of the order that gives these documents, by its rules for turns."""
-        if self._order < FIFTH_ORDER or not self.templates:
+        """The lowest version of the order that gives these documents, by its rules for turns and for added tokens."""
+        if self._order < FIFTH_ORDER or isinstance(self.format, TokensFormat):
             return OLDEST_ORDER
+        if not self.templates:
+            adds = self._once and (self._encoder.prefix or self._encoder.suffix)
+            return SIXTH_ORDER if adds else OLDEST_ORDER
         if self._scoring is not None:
             return FIFTH_ORDER  # as old as heads that score
         everything = getattr(self.format, "loss", None) == "all"
         kinds = zip((False, True), self.templates, strict=True)
         newer = any(needs_newer(each, self._special, tools=tools, everything=everything) for tools, each in kinds)
         return FIFTH_ORDER if newer else OLDEST_ORDER
+
+    @property
+    def _once(self) -> bool:
+        """Whether a text that has the tokens which the tokenizer adds, as a chat that was rendered before, gets no
+        second ones. One that a head scores gets what the tokenizer gives it where it is served."""
+        return self._order >= SIXTH_ORDER and self._scoring is None
 
     @property
     def by_turn(self) -> bool:
@@ -477,6 +486,9 @@ class Formatter:
         ids, trained = tokens.ids, tokens.trained
         if text.plain:
             prefix, suffix = self._encoder.prefix, self._encoder.suffix
+            if self._once:
+                prefix = [] if ids[: len(prefix)].tolist() == prefix else prefix
+                suffix = [] if ids[len(ids) - len(suffix) :].tolist() == suffix else suffix
             # The end token comes once, also if the tokenizer adds it or the text ends with it.
             if self._eos is not None and self._eos not in (suffix[-1:] or ids[-1:]):
                 suffix = [*suffix, self._eos]

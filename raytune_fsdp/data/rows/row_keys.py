@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel, WordPiece
 
 from raytune_fsdp.base.batch import Role
 from raytune_fsdp.base.errors import RowError
-from raytune_fsdp.config.sections.formats import BinaryFormat, Format, PreferenceFormat, ScoreFormat
+from raytune_fsdp.config.sections.formats import BinaryFormat, Format, PreferenceFormat, ScoreFormat, TokensFormat
 from raytune_fsdp.data.mixture import FOURTH_ORDER
 from raytune_fsdp.data.rows.conversation import SYSTEM_ROLES, Conversation
 from raytune_fsdp.data.rows.formats import Document, Formatter, RowText, or_error
@@ -66,6 +66,12 @@ class RowKeys(Formatter):
         self._normalizes = tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None
         """Whether the tokenizer may treat similar characters as the same."""
         self._unknown = _unknown(tokenizer) if tokenizer.is_fast else ""
+        self._around: list[str] = []
+        """What the tokenizer adds before a text and after it, where a text that has it gets no second one."""
+        if self._once and not self.templates and not isinstance(self.format, TokensFormat):
+            added = [tokenizer.convert_ids_to_tokens(each) for each in (self._encoder.prefix, self._encoder.suffix)]
+            # None: an id without a token, which a stranger's tokenizer may add.
+            self._around = ["".join(each or "" for each in tokens) for tokens in added] if any(added) else []
 
     def __reduce__(self) -> Any:
         format, tokenizer, options = self._made_of
@@ -92,6 +98,7 @@ class RowKeys(Formatter):
             "special": self._special,
             "end": self._eos_text,
             "tokenizer": [self._normalizes, self._unknown],
+            **({"around": self._around} if self._around else {}),
         }
 
     def keys(self, rows: Sequence[dict[str, Any] | RowError]) -> list[Keys]:
@@ -143,12 +150,17 @@ class RowKeys(Formatter):
     def _loosely(self, said: str) -> bytes:
         if self._unknown == "words":
             return b""  # any two texts may be the same tokens
+        said = self._without_space(said)
+        if self._around:  # after white space, which may stand before them
+            before, after, end = (self._without_space(each) for each in (*self._around, self._eos_text))
+            said = said.removesuffix(end).removeprefix(before).removesuffix(after)
+        return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
+
+    def _without_space(self, said: str) -> str:
         if self._normalizes and not said.isascii():
             said = unicodedata.normalize("NFKC", said)
         said = "".join(said.split())
-        if self._normalizes:
-            said = said.casefold()
-        return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
+        return said.casefold() if self._normalizes else said
 
     def _render(self, conversation: Conversation, loss: Loss | None) -> RowText:
         said = []
