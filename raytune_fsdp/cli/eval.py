@@ -108,23 +108,28 @@ _NO_OTHER_ROWS = ("cache", "bad_rows", "max_row_bytes", "seq_len", "packing", "l
 """Fields of `data` that change neither which rows are held out nor which files are read."""
 
 
-def _state_of_run(config: FinetuneConfig, own: Path | None) -> RunState:
-    """Return the state of the run, which says in which order it reads its rows.
-
-    A new run's, if the rows are not the run's own or it has no checkpoint.
-    """
+def _state_of_run(own: Path | None) -> RunState:
+    """Return the state of the run; a new run's, if it has no checkpoint."""
     from raytune_fsdp.checkpoint.state import RunState
-    from raytune_fsdp.config.load import load_config
     from raytune_fsdp.run.resume import find_resume
     from raytune_fsdp.tools.audit.past import past_place
 
     with suppress(RaytuneError):
         if own is not None:
+            return find_resume(past_place(own.parent), resume="auto").state
+    return RunState()
+
+
+def _has_its_rows(config: FinetuneConfig, own: Path | None) -> bool:
+    """Return whether rows are read in the order of the run, because they are its own."""
+    from raytune_fsdp.config.load import load_config
+
+    with suppress(RaytuneError):
+        if own is not None:
             before = load_config(own)
             kept = {name: getattr(before.data, name) for name in _NO_OTHER_ROWS}
-            if (before.data, before.eval.tasks) == (config.data.model_copy(update=kept), config.eval.tasks):
-                return find_resume(past_place(own.parent), resume="auto").state
-    return RunState()
+            return (before.data, before.eval.tasks) == (config.data.model_copy(update=kept), config.eval.tasks)
+    return False
 
 
 def _measure(
@@ -137,6 +142,7 @@ def _measure(
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
+    from raytune_fsdp.checkpoint.state import RunState
     from raytune_fsdp.data.census import census
     from raytune_fsdp.data.mixture import Order
     from raytune_fsdp.data.open import open_evals
@@ -158,8 +164,8 @@ def _measure(
     check_positions(config, hf_config)
     vocabulary, positions = hf_config.get_text_config().vocab_size, positions_of(hf_config)
     check_prompts(config, tokenizer, positions)
-    state = _state_of_run(config, own)
-    orders = orders_of(state)
+    state = _state_of_run(own)
+    orders = orders_of(state if _has_its_rows(config, own) else RunState())
     rules = Order.of(**orders).rules
     with show_progress() as progress:
         evals = open_evals(config, tokenizer, vocabulary, progress, **orders)

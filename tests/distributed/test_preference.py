@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_metrics
 from tests.preferences import KTO, PAIRS, plain_loop, preference_config
@@ -131,3 +134,23 @@ def test_without_a_reference_log_probabilities_are_all_that_is_measured(
     assert unknown.keys() == {"eval/held_out/logps_chosen", "eval/held_out/logps_rejected"}
     assert unknown.items() <= known.items() and known["eval/held_out/rewards_chosen"] == 0.0
     assert known["eval/held_out/loss"] > 0.4
+
+
+def test_a_run_is_measured_beside_its_reference_also_where_its_rows_are_elsewhere_now(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what its ranks have kept of the reference, which is known by what the rows are."""
+    make_it = partial(preference_config, tmp_path, PAIRS["dpo"], eval={"every": 3}, train={"max_steps": 3})
+    train, shared = make_it().data.train[0].model_dump(), tmp_path / "measured.jsonl"
+    shared.write_text("".join(Path(train["path"]).read_text().splitlines(keepends=True)[:12]))
+    config = make_it(data={"eval": [{**train, "name": "some", "path": str(shared)}]})
+    trajectory(config, 1)
+    (line,) = lines_of(config, "eval")
+    moved = shared.rename(tmp_path / "moved.jsonl")
+    run = str(Path(config.run.storage) / config.run.name)
+    capsys.readouterr()
+    assert main(["eval", run, "--json", "--data.eval.0.path", str(moved)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    for key in ("loss", "rewards_chosen", "logps_chosen"):
+        name = f"eval/some/{key}"
+        assert said[name] == pytest.approx(line["values"][name], rel=1e-6)

@@ -55,6 +55,18 @@ def test_numbers_as_in_scikit_learn_and_scipy() -> None:
     assert list(of_numbers(scores, np.ones(200))) == ["mae"] and "pearson" not in of_numbers(np.ones(200), wanted)
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_scores_that_are_not_finite_are_right_for_nothing(odd: float) -> None:
+    """And end no run: in 16 bits a document may overflow that is only measured."""
+    scores, own = _draw(3)
+    scores[7, 1] = odd
+    found, rest = of_classes(scores, own), of_classes(np.delete(scores, 7, 0), np.delete(own, 7))
+    assert found["accuracy"] == pytest.approx(rest["accuracy"] * 399 / 400)
+    assert [name for name, value in found.items() if np.isnan(value)] == ["auc", "calibration_error"]
+    assert np.isnan(of_pairs(np.array([0.5, np.nan]))["calibration_error"])
+    assert np.isfinite(of_pairs(np.array([0.5, np.inf]))["calibration_error"])
+
+
 def test_pairs_that_are_as_sure_as_they_are_right_are_calibrated() -> None:
     draw = np.random.default_rng(0)
     margins = draw.normal(size=100_000)

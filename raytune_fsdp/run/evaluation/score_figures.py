@@ -5,6 +5,7 @@ Everything is a function of the documents alone, so it does not depend on which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ def of_classes(scores: Vector, classes: Vector) -> dict[str, float]:
     `auc` is what it usually is.
     """
     own = classes.astype(np.int64)
-    likely = scores.argmax(1)
+    finite = np.isfinite(scores).all(1)
+    likely = np.where(finite, scores.argmax(1), -1)  # no class, where `argmax` takes the first NaN
     probabilities = np.exp(scores - scores.max(1, keepdims=True))
     probabilities /= probabilities.sum(1, keepdims=True)
     there = np.unique(own)
@@ -63,7 +65,9 @@ def of_classes(scores: Vector, classes: Vector) -> dict[str, float]:
         hits = int(((likely == each) & (own == each)).sum())
         f1.append(2 * hits / (int((likely == each).sum()) + int((own == each).sum())))
     found = {"accuracy": float((likely == own).mean()), "f1": float(np.mean(f1))}
-    if len(there) > 1:
+    if not finite.all():
+        found["auc"] = math.nan
+    elif len(there) > 1:
         # The score less the others' is in the order of the probability, and tells those apart that round to 1.
         apart = [area_under_curve(_over_others(scores, int(each)), own == each) for each in there]
         found["auc"] = float(np.mean(apart))
@@ -92,6 +96,8 @@ def of_numbers(scores: Vector, wanted: Vector) -> dict[str, float]:
 def calibration(confident: Vector, right: Any) -> dict[str, float]:
     """Return the expected calibration error, and the points of the reliability curve: for each tenth of confidence in
     which there are documents, their mean confidence and the share of them that is right."""
+    if not np.isfinite(confident).all():
+        return {"calibration_error": math.nan}
     place = np.minimum((confident * BINS).astype(np.int64), BINS - 1)
     many = np.bincount(place, minlength=BINS)
     sums = np.bincount(place, weights=confident, minlength=BINS)
