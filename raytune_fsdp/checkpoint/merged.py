@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -163,18 +163,23 @@ def saved_network(checkpoint: CommittedCheckpoint, files: Path) -> PreTrainedMod
 
 
 def check_rows_stored(checkpoint: CommittedCheckpoint, files: Path, moved: str | None) -> None:
-    """Refuse to write trained rows of new tokens for PEFT if there are other new rows, or no place for them.
+    """Refuse to write adapters for PEFT if new tokens have rows that they do not hold, or that have no place there.
 
     `files`: the run's own. `moved`: where the base is now.
     """
+    from peft.utils.other import ModulesToSaveWrapper
+
     base, network = read_state(checkpoint).base, saved_network(checkpoint, files)
-    alone = {weight for weight, _ in added_rows_of(network).values()}
-    frozen = located_base(checkpoint, moved) if alone else None
-    if base is None or frozen is None:
+    if base is None:
         return
-    plain = plain_network(files)
-    grown = grown_rows(plain, matched_weights(frozen, match_keys(plain, frozen), plain).shapes())
-    if left := sorted(grown.keys() | base["added"].keys() - alone):
+    held = {weight for weight, _ in added_rows_of(network).values()}
+    grown: Collection[str] = ()
+    if held:
+        plain, frozen = plain_network(files), located_base(checkpoint, moved)
+        assert frozen is not None, "there is a base"
+        grown = grown_rows(plain, matched_weights(frozen, match_keys(plain, frozen), plain).shapes())
+    held |= {f"{name}.weight" for name, each in network.named_modules() if isinstance(each, ModulesToSaveWrapper)}
+    if left := sorted({*grown, *(base["added"].keys() - held)}):
         raise ConfigError(
             f"export.merge=false: {left[0]} has rows for new tokens that the base does not have, and PEFT's directory "
             "does not hold them: set export.merge=true (raytune-fsdp export --merge)"

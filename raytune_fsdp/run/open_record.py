@@ -144,6 +144,9 @@ def _put_model(config: FinetuneConfig, prepared: RunInputs) -> None:
         made = Path(directory)
         prepared.hf_config.save_pretrained(made)
         prepared.tokenizer.save_pretrained(made)
+        for name, text in prepared.code.items():
+            if not (made / name).exists():  # transformers writes the code of the config and of the tokenizer only
+                (made / name).write_bytes(text)
         if isinstance(config.method, AdapterMethod):
             network = build_network(copy.deepcopy(prepared.hf_config), config, adapted=prepared.adapted)
             put_adapter_config(network, made)

@@ -6,14 +6,12 @@ need not see the model's files.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.batch import Cursor, Progress
 from raytune_fsdp.base.errors import ConfigError, ModelError, RaytuneError, first_line, is_panic
@@ -38,14 +36,13 @@ from raytune_fsdp.model.directory.scoring import describe_head, set_padding
 from raytune_fsdp.model.directory.tokenizer import tokenizer_in, vocabulary_of
 from raytune_fsdp.model.network import build_network, count_parameters, fit_vocabulary, init_buffers, load_architecture
 from raytune_fsdp.model.own_network import name_class
-from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.plan.counts import Census
 from raytune_fsdp.plan.run_dir import RunDir, check_links
 from raytune_fsdp.run.base_model import Base, begun_with, check_base
 from raytune_fsdp.run.beginning import orders_of, orders_on_record
 from raytune_fsdp.run.checks import check_best, check_early_stop, check_export, check_first, warn_of_place
 from raytune_fsdp.run.described import started_by
-from raytune_fsdp.run.evaluation.answers import check_prompts
+from raytune_fsdp.run.evaluation.answers import check_prompts, generation_config
 from raytune_fsdp.run.evaluation.evaluation import metrics_of_run
 from raytune_fsdp.run.forks.parent import entry_of_fork, fork_of
 from raytune_fsdp.run.length import warn_of_schedule
@@ -58,6 +55,7 @@ from raytune_fsdp.run.resume import (
     check_same_run,
     code_of_model,
     files_of,
+    files_of_code,
     find_resume,
     identity_of,
     own_code,
@@ -74,8 +72,6 @@ from raytune_fsdp.run.teacher.find import learned_from
 from raytune_fsdp.run.tokenizer import add_tokens
 from raytune_fsdp.run.trials.needs import network_needs
 from raytune_fsdp.run.trials.probe import check_step
-
-logger = logging.getLogger(__name__)
 
 
 def prepare(
@@ -120,9 +116,8 @@ def prepare(
     check_names(tasks, evals)
     identity = identity_of(config, hf_config, train, codes, code_of_model(config, directory, found))
     identity |= entry_of_fork(config, found.parent, found.state, identity)
-    files_of_data = files_of(train)
     # Before the census, which may take an hour, so that a run that cannot continue is refused in seconds.
-    check_size(RunState(identity=identity, files=files_of_data))
+    check_size(RunState(identity=identity, files=(files_of_data := files_of(train))))
     check_same_run(found, identity, files_of_data)
     check_same_adapters(found, config, network)
     by_count = getattr(config.train.objective, "desirable_weight", None) == "auto"
@@ -130,7 +125,7 @@ def prepare(
     prepared = RunInputs(
         place=place,
         hf_config=hf_config,
-        generation_config=_generation_config(network, directory),
+        generation_config=generation_config(config, network, directory, tokenizer),
         tokenizer=tokenizer,
         train=train,
         evals=evals,
@@ -149,6 +144,7 @@ def prepare(
         dry=dry,
         mark=None if dry else mark_of(config, begins=begins),
         codes=codes,
+        code=files_of_code(directory) if config.model.trust_remote_code and directory is not None else {},
         fork=fork,
         started_by=started_by(),
     )
@@ -278,15 +274,3 @@ def load_tokenizer(config: FinetuneConfig, directory: Path | None) -> PreTrained
 def set_template(config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokenizer the config's chat template and variables, so that prompts and the exported model have them."""
     TemplateChoice.of_prompts(config.data).keep_in(tokenizer)
-
-
-def _generation_config(network: PreTrainedModel, directory: Path | None) -> GenerationConfig | None:
-    """Return the generation config of the model's makers: an exported model keeps their end tokens and sampling."""
-    if head_of(network) is not None:  # it generates nothing
-        return None
-    if directory is not None and (directory / GENERATION_CONFIG_NAME).is_file():
-        try:
-            return GenerationConfig.from_pretrained(directory)
-        except Exception as error:  # its checks may raise anything
-            logger.warning("%s is ignored: %s", directory / GENERATION_CONFIG_NAME, first_line(error))
-    return network.generation_config

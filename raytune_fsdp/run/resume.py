@@ -144,8 +144,12 @@ def code_of_model(config: FinetuneConfig, directory: Path | None, found: Resumed
 
 def code_in(directory: Path) -> dict[str, str]:
     """Return the hashes of the Python code in a model's directory, as an identity names them."""
-    names = code_files(directory, links=True)
-    return {f"{_CODE}{name}": xxhash.xxh3_128_hexdigest((directory / name).read_bytes()) for name in names}
+    return {f"{_CODE}{name}": xxhash.xxh3_128_hexdigest(text) for name, text in files_of_code(directory).items()}
+
+
+def files_of_code(directory: Path) -> dict[str, bytes]:
+    """Return the Python files in a model's directory that its configs name, by their names."""
+    return {name: (directory / name).read_bytes() for name in code_files(directory, links=True)}
 
 
 def code_of(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class RunInputs:
     """This user's mark on the places that the config names (mark.py)."""
     codes: Sequence[OwnCode] = ()
     """The code of the user's that ranks import: a loss, a network."""
+    code: Mapping[str, bytes] = field(default_factory=dict)
+    """The Python files that come with the model, if their code may run, by their names."""
     reference: ReferenceModel | None = None
     """The model that the objective compares with; None: it compares with none."""
     teacher: TeacherModel | None = None

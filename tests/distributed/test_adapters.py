@@ -199,6 +199,8 @@ def test_what_is_exported_is_what_peft_loads_and_merges(tmp_path: Path, model: s
     assert "library_name: transformers" in (tmp_path / "merged" / "README.md").read_text()
     base = AutoModelForCausalLM.from_pretrained(tmp_path / f"base-{model}", dtype=torch.float32)
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    tokenizer = json.loads((tmp_path / "adapter" / "tokenizer_config.json").read_text())
+    assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast", "a class that transformers 4 knows, too"
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
     trained = {
         name: p for name, p in adapted.named_parameters() if p.requires_grad or ".lora_" in name or ".ia3_l." in name

@@ -171,6 +171,22 @@ def test_rows_that_the_base_has_no_place_for_are_merged_or_not_exported(tmp_path
     assert torch.equal(merged, torch.cat([stored, rows]))
 
 
+def test_rows_that_were_not_trained_are_merged_or_not_exported(tmp_path: Path) -> None:
+    """The run was trained with the means that they begin with; the base has something else in their place."""
+    method = {**LORA, "train_added_tokens": False}
+    config = config_of(tmp_path, "llama", method, parallel={"precision": "fp32"}, train={**TRAIN, "max_steps": 2})
+    trajectory(config, 1)
+    with pytest.raises(ConfigError, match=r"has rows for new tokens that the base does not have, .* export --merge"):
+        publish(find_checkpoint(run_dir(config)), tmp_path / "adapter", ExportConfig())
+    assert not (tmp_path / "adapter").exists()
+    whole = {**method, "modules_to_save": ["embed_tokens", "lm_head"]}
+    config = config_of(
+        tmp_path, "llama", whole, "whole", parallel={"precision": "fp32"}, train={**TRAIN, "max_steps": 2}
+    )
+    trajectory(config, 1)
+    publish(find_checkpoint(run_dir(config)), tmp_path / "adapter", ExportConfig())
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_as_a_model(tmp_path: Path) -> None:
     """A run that learns nothing, of every weight, ends with the rows; its tokens are tokens of that model."""

@@ -236,10 +236,12 @@ def test_a_model_keeps_its_makers_way_to_generate(tmp_path: Path) -> None:
         "do_sample": False,
     }  # as Llama 2's, which save_pretrained refuses
     (model / "generation_config.json").write_text(json.dumps(generation))
+    # Of what ends a turn its makers say nothing: servers would not stop there.
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} w0 {% endfor %}")
     directory = run(tmp_path, {"path": str(model), "init": "pretrained"})
     publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype="bf16", max_file_bytes=SMALL))
     found = GenerationConfig.from_pretrained(tmp_path / "export")
-    assert (found.eos_token_id, found.top_p) == ([2, 5], 0.6)
+    assert (found.eos_token_id, found.top_p) == ([2, 5, 0], 0.6)
 
 
 @pytest.mark.parametrize("trained", ["llama"], indirect=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from raytune_fsdp.base.errors import ConfigError, DataError, ModelError
 from raytune_fsdp.checkpoint import model_files
@@ -26,11 +26,11 @@ from raytune_fsdp.launch.examine import Measured, examine
 from raytune_fsdp.launch.worker import alone
 from raytune_fsdp.plan.plan import ALONE
 from raytune_fsdp.run.evaluation import answers, tasks
-from raytune_fsdp.run.evaluation.answers import Talk, asked, check_prompts, encode_prompt, ends
+from raytune_fsdp.run.evaluation.answers import Talk, asked, check_prompts, encode_prompt, ends, with_ends
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from tests.models import build, save_checkpoint
 from tests.runs import make_config
-from tests.unit.made_tokenizers import chat, demo
+from tests.unit.made_tokenizers import adding, chat, demo
 
 CPU = torch.device("cpu")
 
@@ -132,6 +132,36 @@ def test_the_token_that_ends_a_turn_ends_an_answer() -> None:
     assert ends(tokenizer)["eos_token_id"] == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|eot_id|>"])
     assert ends(tokenizer_with("openassistant"))["eos_token_id"] == [tokenizer.eos_token_id]
     assert ends(chat())["eos_token_id"] == [tokenizer.eos_token_id], "no template"
+
+
+def test_an_exported_model_ends_its_answers_where_it_was_trained_to() -> None:
+    """Servers know only its generation config, and a base model's makers name no token of a chat template."""
+    tokenizer = tokenizer_with("llama-3")
+    end, turn, mark = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|eot_id|>", "<|im_end|>"])
+
+    def made(by: Any, *, other: bool = False) -> GenerationConfig:
+        makers = GenerationConfig(top_p=0.6, bos_token_id=9, pad_token_id=8)
+        makers.eos_token_id = by
+        return with_ends(makers, tokenizer, other=other)
+
+    for makers, ends_now in (
+        (None, [end, turn]), (turn, [turn, end]), ([mark, end], [mark, end, turn]), ([["odd"], "x", True], [end, turn]),
+    ):  # fmt: skip
+        found = made(makers)
+        assert found.eos_token_id == ends_now and (found.top_p, found.bos_token_id, found.pad_token_id) == (0.6, 9, 8)
+        assert with_ends(found, tokenizer, other=False).eos_token_id == ends_now
+    strangers = made([mark, 300], other=True)
+    assert strangers.eos_token_id == [mark, end, turn], "300 is a word of this tokenizer"
+    assert (strangers.bos_token_id, strangers.pad_token_id) == (tokenizer.bos_token_id, tokenizer.pad_token_id)
+    assert with_ends(strangers, chat(), other=True).eos_token_id == [mark, end, turn]
+    assert with_ends(GenerationConfig(), chat(), other=True).eos_token_id == end, "one token is a number"
+
+
+def test_a_text_to_go_on_from_has_no_end() -> None:
+    """Some tokenizers add their end token behind each text."""
+    tokenizer = adding("<s> $A <|endoftext|>")
+    for text in ("What?", "<s>What?"):
+        assert tokenizer.decode(encode_prompt(tokenizer, text, positions=100)[0]) == "<s>What?"
 
 
 CONVERSATION = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is it?"}]}

@@ -52,6 +52,7 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     files = {
         "config.json": b'{"model_type": "llama"}\n',
+        "generation_config.json": b"{}\n",
         "README.md": "# Größe\n".encode(),
         "vocab.txt": b"",
         "additional_chat_templates/rag.jinja": b"{{ messages }}",
@@ -128,6 +129,16 @@ def test_a_smaller_model_replaces_a_larger_one(hub: FakeHub, model: Path) -> Non
         "deletedFile model.safetensors.index.json",
     }
     assert there.visibility is None, "one that is there keeps its visibility"
+    # An adapter in place of a model, and a model again: a loader looks at which config there is.
+    (model / "model.safetensors").rename(model / "adapter_model.safetensors")
+    (model / "config.json").rename(model / "adapter_config.json")
+    (model / "generation_config.json").unlink()
+    push(hub, model, "someone/my-model")
+    assert set(there.files) == {*content(model), ".gitattributes", "NOTES.md", nested}
+    (model / "adapter_model.safetensors").rename(model / "model.safetensors")
+    (model / "adapter_config.json").rename(model / "config.json")
+    push(hub, model, "someone/my-model")
+    assert set(there.files) == {*content(model), ".gitattributes", "NOTES.md", nested}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from raytune_fsdp.base.errors import ModelError, ResumeError
 from raytune_fsdp.checkpoint.state import RunState
@@ -45,6 +46,15 @@ class Model(LlamaForCausalLM):
 
 class Words(PreTrainedTokenizerFast):
     pass
+"""
+
+
+NETWORK = """
+from transformers import LlamaForCausalLM
+from .evil import Config
+
+class Model(LlamaForCausalLM):
+    config_class = Config
 """
 
 
@@ -158,8 +168,15 @@ def test_those_who_trust_the_code_say_so_by_a_flag(
 
 @pytest.mark.thorough
 def test_such_code_belongs_to_the_run(model: Path, marker: Path, tmp_path: Path) -> None:
-    """It is trained, exported with its code, and not continued with other code; a run from before that rule is."""
+    """It is trained, exported with its code, and not continued with other code; a run from before that rule is.
+
+    Its network has a file of its own, as most have: transformers saves only that of the config.
+    """
     _infect(model, marker)
+    (model / "network.py").write_text(NETWORK)
+    config_file = json.loads((model / "config.json").read_text())
+    config_file["auto_map"]["AutoModelForCausalLM"] = "network.Model"
+    (model / "config.json").write_text(json.dumps(config_file))
     chosen = {
         "init": "pretrained",
         "architecture": None,
@@ -173,10 +190,15 @@ def test_such_code_belongs_to_the_run(model: Path, marker: Path, tmp_path: Path)
     )  # fmt: skip
     result = finetune(config)
     assert marker.exists() and result.export is not None
-    assert {"evil.py", "parts.py"} <= {path.name for path in result.export.iterdir()}
+    assert {"evil.py", "network.py", "parts.py"} <= {path.name for path in result.export.iterdir()}
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        result.export, trust_remote_code=True, output_loading_info=True
+    )
+    assert type(loaded).__name__ == "Model" and not any(report.values())
+    assert generate.main([str(result.run_dir), "hello", "--max-new-tokens", "1", "--trust-remote-code"]) == 0
     prepared, standing = prepare(config, 1)
     names = [key for key in prepared.identity if key.startswith("model.code.")]
-    assert names == ["model.code.evil.py", "model.code.parts.py"]
+    assert names == ["model.code.evil.py", "model.code.network.py", "model.code.parts.py"]
     older = Resumed(checkpoint=standing.checkpoint, state=RunState(identity={"run.seed": 3}), damaged={})
     assert code_of_model(config, model, older) == {} != code_of_model(config, model, replace(older, checkpoint=None))
     (model / "parts.py").write_text("class Part: changed = True\n")

@@ -154,7 +154,7 @@ def test_an_attempt_that_dies_while_it_writes_the_model_s_files_leaves_those_of_
                 raise OSError(28, "No space left on device")
 
     config, saving = FinetuneConfig.model_construct(method=None), SimpleNamespace(save_pretrained=save)
-    prepared: Any = SimpleNamespace(hf_config=saving, tokenizer=saving, place=place, generation_config=None)
+    prepared: Any = SimpleNamespace(hf_config=saving, tokenizer=saving, place=place, generation_config=None, code={})
     written |= {"config.json": "whole", "additional_chat_templates/tool.jinja": "whole"}
     _put_model(config, prepared)
     files = [place.model_files / name for name in written]

@@ -13,9 +13,16 @@ from raytune_fsdp.base.errors import ModelError, RaytuneError, TransientError, i
 from raytune_fsdp.base.threads import in_thread
 from raytune_fsdp.model.directory.files import is_hub_name
 from raytune_fsdp.model.directory.hub_weights import HUB_SECONDS
-from raytune_fsdp.model.directory.known_files import ADAPTER_CONFIG_FILE, is_weights, travelling
+from raytune_fsdp.model.directory.known_files import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    is_weights,
+    travelling,
+)
 
 _ANY_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_OF_MODELS = (CONFIG_FILE, GENERATION_CONFIG_FILE)
 _LATER = {408, 409, 412, 429}
 """Statuses below 500 that another try may change: too slow, too many requests, or another commit came first."""
 _MAX_REASON = 300
@@ -63,8 +70,9 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
     The mark of the export is not pushed, nor is anything else that lies in the directory.
 
     A repository that does not exist is created: private if asked, else with the default of its owner's account. An
-    existing repository keeps its visibility and its files, except weights of an earlier push that are no longer part of
-    the model: a loader that finds weights by their names would mix two models.
+    existing repository keeps its visibility and its files, except what an earlier push left of another model: weights,
+    which a loader finds by their names, and the config of an adapter where a whole model is now, or of a model where an
+    adapter is, by which a loader decides which of the two it loads.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -84,7 +92,8 @@ def push(directory: Path, name: str, *, private: bool, message: str) -> str:
         # commits.
         # An earlier push put its weights at the top. Weights in a subdirectory are somebody else's.
         top = [name for name in api.list_repo_files(repository) if "/" not in name]
-        gone = [name for name in top if name.endswith(_ANY_WEIGHTS) and name not in files]
+        others = _OF_MODELS if adapter else (ADAPTER_CONFIG_FILE,)
+        gone = [name for name in top if (name.endswith(_ANY_WEIGHTS) or name in others) and name not in files]
         operations = [
             *(CommitOperationDelete(path_in_repo=name) for name in gone),
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()),

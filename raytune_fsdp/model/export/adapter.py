@@ -29,7 +29,7 @@ from raytune_fsdp.model.directory.named_class import NamedClass
 from raytune_fsdp.model.directory.scoring import SCORE
 from raytune_fsdp.model.directory.tensorfile import TensorFile
 from raytune_fsdp.model.export.mark import new_export
-from raytune_fsdp.model.export.write import StoredTensors, copy_known, finish
+from raytune_fsdp.model.export.write import StoredTensors, copy_known, finish, write_tokenizer_config
 from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.model.weights.source import Weights
 
@@ -96,8 +96,7 @@ def export_adapter(
 
     `initial`: the adapter's initial values, if these were taken out of the base; PEFT then gets an adapter of twice the
     rank. `named`: the class that the base's config names, whose names are written. `card`: returns the text of the card
-    for the digest of all tensors that are written. `prove` is called with the directory before it is renamed to its
-    place, and raises if the export is no good.
+    for the digest of all written tensors. `prove` is called before the export is in its place, and raises if it is bad.
     """
     check_tokenizer_files(model_files)
     outside = acts_outside(named, adapter, initial)
@@ -130,6 +129,7 @@ def export_adapter(
     stored, digests = stored_adapter(adapter, initial, network, named), dict[str, str]()
     with new_export(destination, model_files) as staging:
         copy_known(model_files, staging, code=False, without=_OF_THE_BASE)
+        write_tokenizer_config(staging, code=False)
         put_adapter_config(network, staging, **config, inference_mode=True)
         file = TensorFile(staging / WEIGHTS_FILE, stored.shapes, stored.types)
         for key, tensor in stored.each(digests):

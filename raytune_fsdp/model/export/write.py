@@ -354,13 +354,18 @@ def _write_configs(staging: Path, types: Mapping[str, torch.dtype], *, code: boo
     main = max(set(types.values()), key=list(types.values()).count)
     add_older_names(config, str(main).removeprefix("torch."))
     _write_json(staging / CONFIG_FILE, config)
-    tokenizer_config = staging / TOKENIZER_CONFIG_FILE
-    if tokenizer_config.exists():
-        values = read_object(tokenizer_config)
+    write_tokenizer_config(staging, code=code)
+
+
+def write_tokenizer_config(staging: Path, *, code: bool) -> None:
+    """Put what transformers 4 knows into the config of a tokenizer, if there is one."""
+    file = staging / TOKENIZER_CONFIG_FILE
+    if file.exists():
+        values = read_object(file)
         if not code:
             values.pop("auto_map", None)  # the tokenizer was loaded without its code, which is not exported
         rename_tokenizer(values, staging)
-        _write_json(tokenizer_config, values)
+        _write_json(file, values)
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from raytune_fsdp.base.beat import beat
 from raytune_fsdp.base.errors import DataError, ModelError, first_line
@@ -17,7 +21,10 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.config.sections.eval import ConversationConfig
 from raytune_fsdp.data.rows.templates import ChatTemplate, Refused, TemplateChoice, as_templates_see
 from raytune_fsdp.model.attention.choose import positions_of, without_borders
+from raytune_fsdp.model.score_head import head_of
 from raytune_fsdp.step.parallel import evaluating
+
+logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation whose last message is to be answered, as in a row of a chat file."""
@@ -151,6 +158,46 @@ def ends(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {"eos_token_id": tokens or None, "pad_token_id": pad}
 
 
+def generation_config(
+    config: FinetuneConfig, network: PreTrainedModel, directory: Path | None, tokenizer: PreTrainedTokenizerBase
+) -> GenerationConfig | None:
+    """Return the generation config of the model's makers, by which an export ends its answers where it was trained to.
+
+    An exported model keeps their sampling and their end tokens.
+    """
+    if head_of(network) is not None:  # it generates nothing
+        return None
+    found = network.generation_config
+    if directory is not None and (directory / GENERATION_CONFIG_NAME).is_file():
+        try:
+            found = GenerationConfig.from_pretrained(directory)
+        except Exception as error:  # its checks may raise anything
+            logger.warning("%s is ignored: %s", directory / GENERATION_CONFIG_NAME, first_line(error))
+    other = directory is None or config.model.tokenizer is not None
+    return None if found is None else with_ends(found, tokenizer, other=other)
+
+
+def with_ends(makers: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, other: bool) -> GenerationConfig:
+    """Return a model's generation config with all that ends an answer, for servers, which know only what is in it.
+
+    A base model's makers name no token of the chat template that it is trained with. `other`: the tokenizer is not
+    theirs, so that of their tokens only those stay that are special in it.
+    """
+    try:
+        own = ends(tokenizer)["eos_token_id"] or []
+    except DataError:  # the template renders the rows, and not our own conversation
+        own = []
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    said = makers.eos_token_id
+    theirs = [each for each in (said if isinstance(said, list) else [said]) if type(each) is int]  # a stranger's file
+    tokens = list(dict.fromkeys([*(each for each in theirs if not other or each in special), *own]))
+    made = copy.deepcopy(makers)
+    made.eos_token_id = tokens[0] if len(tokens) == 1 else tokens or None
+    if other:
+        made.bos_token_id, made.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    return made
+
+
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, positions: int) -> torch.Tensor:
     """Return a prompt's token ids as a batch of one. Raise DataError if it is empty or leaves no room for an answer."""
     shown = repr((prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))[:40])
@@ -160,21 +207,30 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *,
             text = _rendered(tokenizer, messages, prompt=True)
         except Refused as error:
             raise DataError(f"the chat template refuses the prompt {shown}: {error}") from error
-        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     elif isinstance(prompt, str):
-        encoded = tokenizer(prompt, return_tensors="pt")
+        tokens = _begun(tokenizer, prompt)
     else:
         raise DataError(
             f"the prompt {shown} is a conversation, and the tokenizer has no chat template: set data.chat_template, or "
             "ask with a text"
         )
-    ids: torch.Tensor = encoded["input_ids"].long()
+    ids = torch.tensor([tokens], dtype=torch.long)
     if not 0 < ids.shape[1] < positions:
         raise DataError(
             f"the prompt {shown} has {ids.shape[1]} tokens; it needs at least 1, and fewer than the "
             f"{positions} positions the model knows"
         )
     return ids
+
+
+def _begun(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text that goes on, without those that the tokenizer would add behind it."""
+    whole, bare = (list(tokenizer(text, add_special_tokens=each)["input_ids"]) for each in (True, False))
+    begins = (at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare)
+    if not bare or (first := next(begins, None)) is None:
+        return whole
+    return bare if bare[:first] == whole[:first] else whole[: first + len(bare)]  # one that has the first token
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, prompt: bool = False) -> str:
