@@ -8,11 +8,14 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from raytune_fsdp.launch.importing import importing
 
 with suppress(ModuleNotFoundError):  # a machine that one has for minutes runs tests/gpu with what is there
     from hypothesis import settings
@@ -39,6 +42,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, metavar="N", help="of each test with parameters, run N cases at most")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Look for no garbage while all tests and their libraries are imported, and in none of that later."""
+    with importing(alone=True):
+        return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests in tests/distributed and tests/ray by the folder that they are in; leave out cases (`--cases`)."""
@@ -49,8 +59,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ("distributed", "ray"):
             item.add_marker(folder)
-    # The longest work of one process first, so that the others end with it.
-    items.sort(key=lambda item: (not item.nodeid.startswith(_DEFAULT_PORTS), not item.nodeid.startswith(_CLUSTERS)))
+    # The longest work of one process first, so that the others end with it. What starts a Ray of its own goes before
+    # what shares one: each of them has the machine for itself.
+    items.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(_DEFAULT_PORTS),
+            not item.nodeid.startswith(_CLUSTERS),
+            "cluster" in getattr(item, "fixturenames", ()),
+        )
+    )
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item], most: int) -> None:

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 PRELOAD = ["torch", "torch.distributed.checkpoint", "transformers", "tests.preload"]
-MOST_CALLS = 60
+MOST_CALLS = 200
 """After so many a resident rank is replaced, and so it is once it holds `MOST_BYTES`."""
 MOST_BYTES = 1200 << 20
 _SETTLE_SECONDS = 5.0
@@ -135,13 +135,19 @@ class _Pool:
         try:
             for number, rank in enumerate(chosen):
                 rank.pipe.send(_Call(function, args, number, world, store, {}))
-            found = _collect(chosen, seconds)
+            found: list[Any] | _AllRaisedError
+            try:
+                found = _collect(chosen, seconds)
+            except _AllRaisedError as error:
+                found = error
             for rank in chosen:
                 rank.pipe.send(None)  # all have ended: leave the group
         except BaseException:
             self.end()  # one that failed, or hangs, leaves the others in the middle of something
             raise
         self._used = chosen
+        if isinstance(found, _AllRaisedError):
+            raise found
         return found
 
     def _settle(self, seconds: float) -> None:
@@ -184,12 +190,30 @@ def _collect(ranks: Sequence[_Rank], seconds: float) -> list[Any]:
             number = number_of[id(pipe)]
             answer = _heard(ranks, number)
             if not answer[0]:
-                # The failure of another one, which may be heard first, follows from a rank's death.
-                for other in wait([one for one in waiting if one is not pipe], timeout=0.2):
-                    _heard(ranks, number_of[id(other)])
-                raise AssertionError(f"rank {number} of {len(ranks)} failed:\n{answer[1]}")
+                all_raised = _all_raise(ranks, [each for each in range(len(ranks)) if each not in (number, *results)])
+                error = _AllRaisedError if all_raised and not results else AssertionError
+                raise error(f"rank {number} of {len(ranks)} failed:\n{answer[1]}")
             results[number] = answer[1]
     return [results[number] for number in range(len(ranks))]
+
+
+class _AllRaisedError(AssertionError):
+    """All ranks have raised by themselves, as at a config that is refused: none is in the middle of something."""
+
+
+def _all_raise(ranks: Sequence[_Rank], numbers: Sequence[int]) -> bool:
+    """Whether these raise within a second, too.
+
+    Raises if one has died: the failure of another one, which may be heard first, follows from that.
+    """
+    waiting = {ranks[number].pipe: number for number in numbers}
+    deadline = time.monotonic() + 1
+    while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            if _heard(ranks, waiting.pop(pipe))[0]:
+                return False
+    return not waiting
 
 
 def _heard(ranks: Sequence[_Rank], number: int) -> tuple[bool, Any]:

@@ -176,8 +176,8 @@ def test_resume_is_bit_equal(tmp_path: Path, model: str, kind: str, precision: s
     ("model", "kind"),
     [
         ("llama", "lora"),
-        ("gpt2", "dora"),
         ("mixtral", "experts"),
+        pytest.param("gpt2", "dora", marks=SLOW),  # the mean of checkpoints below merges them
         *(pytest.param(model, "lora", marks=SLOW) for model in ("gpt2", "qwen3", "gemma3_text", "mixtral")),
         *(pytest.param(model, "dora", marks=SLOW) for model in ("llama", "qwen3", "gemma3_text")),
         *(pytest.param(model, "ia3", marks=SLOW) for model in ("llama", "gpt2", "qwen3", "gemma3_text")),

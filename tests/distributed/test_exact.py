@@ -123,7 +123,7 @@ def test_world_sizes_that_do_not_divide_the_batch(gpt2: Any, world: int) -> None
         pytest.param(2, {"defer_gradient_sync": True}, marks=SLOW),
         (4, {"strategy": "hybrid_shard", "shard_size": 2, "defer_gradient_sync": True}),
         (2, {"strategy": "shard_grad_op", "defer_gradient_sync": True}),
-        (2, {"activation_checkpointing": "full"}),
+        pytest.param(2, {"activation_checkpointing": "full"}, marks=SLOW),  # with dropout, below
     ],
     ids=lambda value: "-".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value),
 )
@@ -156,7 +156,6 @@ def test_accumulation_of_four_equals_none(tmp_path: Path, steps: int, defer: boo
     ("precision", "worlds", "steps"),
     [
         ("fp64", (4,), FIRST),
-        ("fp32", (3,), FIRST),
         *(pytest.param(each, (2, 3, 4), STEPS, marks=SLOW) for each in ("fp64", "fp32")),
     ],
 )

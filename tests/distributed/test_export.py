@@ -30,7 +30,7 @@ from raytune_fsdp.run.loop import train
 from raytune_fsdp.run.publish import publish
 from tests.loading import CPU, assert_same, gathered
 from tests.models import PARTICULAR, TIED, UNUSUAL, architecture, build, save_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config, prepare_on_rank0, write_tokenizer
 
 NAMES = ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral", "qwen3_moe")
@@ -43,6 +43,8 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+ONE_NETWORK = pytest.mark.parametrize("trained", ["llama"], indirect=True)
+"""Where what is exported makes no difference."""
 SMALL = 20_000
 """Bytes of a file: the embedding alone is larger, most files hold several tensors."""
 
@@ -71,7 +73,7 @@ def run(home: Path, model: Mapping[str, Any]) -> Path:
         parallel={"precision": "fp32"},
         train={"global_batch": 4, "max_steps": 1},
     )
-    run_ranks(_train, 2, config.model_dump(), home / "reference.safetensors")
+    resident_ranks(_train, 2, config.model_dump(), home / "reference.safetensors")
     return home / "runs" / "run"
 
 
@@ -155,6 +157,7 @@ class Broken(Exception):
     pass
 
 
+@ONE_NETWORK
 def test_an_export_is_whole_or_not_there(
     trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +194,7 @@ def test_an_export_is_whole_or_not_there(
     assert {file.name: file.read_bytes() for file in destination.iterdir()} == before
 
 
+@ONE_NETWORK
 def test_what_was_written_is_read_again(
     trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +215,7 @@ def test_what_was_written_is_read_again(
     assert not (tmp_path / "export").exists()
 
 
+@ONE_NETWORK
 def test_only_a_model_is_replaced(trained: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, directory = trained
     checkpoint = find_checkpoint(directory)
@@ -244,7 +249,7 @@ def test_a_model_keeps_its_makers_way_to_generate(tmp_path: Path) -> None:
     assert (found.eos_token_id, found.top_p) == ([2, 5, 0], 0.6)
 
 
-@pytest.mark.parametrize("trained", ["llama"], indirect=True)
+@ONE_NETWORK
 def test_the_card_says_what_it_is(trained: tuple[str, Path], tmp_path: Path) -> None:
     """Also without what lies beside a checkpoint: its metrics, and a recipe, which older versions did not write."""
     _, directory = trained
@@ -279,6 +284,7 @@ def test_the_card_says_what_it_is(trained: tuple[str, Path], tmp_path: Path) -> 
     assert "`LlamaForCausalLM`" in (tmp_path / "export" / "README.md").read_text()
 
 
+@ONE_NETWORK
 def test_an_export_stays_out_of_the_run(trained: tuple[str, Path], tmp_path: Path) -> None:
     _, directory = trained
     checkpoint = find_checkpoint(directory)

@@ -114,8 +114,8 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
     assert checked["kept_bytes"] == said["kept_bytes"] > 0 and checked["step"] == 6
     assert 0 < found["saved"]["bytes"] - said["checkpoint_bytes"] < 5e5, "what is in a checkpoint beside tensors"
     longer = ("--train.max_steps", "8", "--optim.schedule_steps", "8")
-    again = run(*job("--config", str(config), *longer), cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    assert main(["train", "--config", str(config), "--cluster.workers", "1", *longer]) == 0, capsys.readouterr().err
+    capsys.readouterr()
     assert [row["step"] for row in read_trajectory(run_dir / "metrics.jsonl")] == list(range(1, 9))
     assert mlflow_runs(tmp_path) == [("run", "FINISHED", 8)], "a continued run is the same MLflow run"
     answers = []
@@ -166,10 +166,11 @@ def test_without_ray_and_the_extras(tmp_path: Path, launch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agents", "dies"), [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)]
+    ("agents", "dies"), [(1, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 0), (2, 1)))]
 )
-def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, dies: int) -> None:
-    """A rank dies after a few steps, and torchrun starts all of them again: each of its agents counts by itself."""
+def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, dies: int | None) -> None:
+    """Also if a rank dies after a few steps, and torchrun starts all of them again: each of its agents counts by
+    itself."""
     ours = make_config(tmp_path, GPT2, train=TRAIN, parallel={"precision": "fp32"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -179,7 +180,8 @@ def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, dies: int) -> 
     ]  # fmt: skip
     config = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2}, checkpoint={"every": 2})
     (faults := tmp_path / "faults").mkdir()
-    (faults / f"forward-{dies}-4").touch()
+    if dies is not None:
+        (faults / f"forward-{dies}-4").touch()
     env = {**environment(), "FAULTS": str(faults), "PYTHONPATH": f"{ROOT / 'tests' / 'ray' / 'faults'}:{ROOT}"}
     theirs = [*torchrun, *job("--config", str(config), "--run.name", "torchrun")[1:]]
     for done in [end(each) for each in [start(*theirs, env=env) for _ in range(agents)]]:
@@ -191,7 +193,9 @@ def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, dies: int) -> 
 @pytest.mark.parametrize(
     ("workers", "kind"), [pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow), (2, signal.SIGINT)]
 )
-def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal.Signals) -> None:
+def test_a_signal_saves_and_exits_130(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int, kind: signal.Signals
+) -> None:
     """SIGTERM to the process that was started, as schedulers do; SIGINT to all, as a terminal does for Ctrl-C.
 
     A second start meanwhile is refused.
@@ -203,9 +207,10 @@ def test_a_signal_saves_and_exits_130(tmp_path: Path, workers: int, kind: signal
     process = start(*job("--config", str(config)), env={**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"})
     metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 2000, process)
-    second = run(*job("--config", str(config)))
-    assert second.returncode == 2 and len(second.stderr.splitlines()) == 1, second.stderr
-    assert f"another command works on {metrics.parent}: process {process.pid} on " in second.stderr
+    assert main(["train", "--config", str(config)]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1, said
+    assert f"another command works on {metrics.parent}: process {process.pid} on " in said
     if kind == signal.SIGINT:
         os.killpg(process.pid, kind)
     else:

@@ -116,7 +116,9 @@ def test_a_field_that_is_added_with_a_default_keeps_old_runs_going(older: Path, 
     assert windows_built(older, "epochs", after=before) == 0
 
 
-@pytest.mark.parametrize("section", ["optim", "method", "format"])
+@pytest.mark.parametrize(
+    "section", ["optim", *(pytest.param(each, marks=pytest.mark.slow) for each in ("method", "format"))]
+)
 def test_another_value_of_that_field_is_another_run(older: Path, section: str) -> None:
     with pytest.raises(AssertionError, match="OtherRunError(.|\n)*added_later"):
         run_ranks(go_on_with_a_field, 1, older, "epochs", section, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from raytune_fsdp.run.prepare import open_as_run
 from tests.models import save_checkpoint
 from tests.runs import trajectory
 
-pytest.importorskip("trl")
-pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),  # not imported to collect tests
+]
 
 BATCH, STEPS, DIFFERENT, LENGTH = 4, 20, 8, 128
 RATES = {False: 2e-3, True: 1e-2}
@@ -204,7 +207,7 @@ RUNS = [(name, adapted) for name in CASES for adapted in (False, True)]
 
 @pytest.mark.parametrize(
     ("name", "adapted"),
-    [pytest.param(*each, marks=() if each == ("dpo", True) else pytest.mark.slow) for each in RUNS],
+    RUNS,
     ids=[f"{name} {'lora' if adapted else 'full'}" for name, adapted in RUNS],
 )
 def test_an_objective_is_trl_s(name: str, adapted: bool, tmp_path: Path) -> None:
@@ -237,7 +240,6 @@ def test_an_objective_is_trl_s(name: str, adapted: bool, tmp_path: Path) -> None
     assert abs(steps[again]["loss"] / steps[0]["loss"] - 1) > 5e-4, "it has learned something"
 
 
-@pytest.mark.slow
 def test_a_converted_file_is_the_same_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One file for `trl dpo --config`, by TRL as it is and by us as `convert` makes it; all rows are in every step."""
     trl, scripts = import_module("trl"), import_module("trl.scripts.utils")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from tests.models import ARCHITECTURES, add_tokenizer
 from tests.runs import trajectory
 from tests.scores import documents_in
 
-pytest.importorskip("trl")
-pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),  # not imported to collect tests
+]
 
 BATCH, STEPS, DIFFERENT, LENGTH, RATE = 4, 20, 8, 128, 2e-3
 ADAM = {"weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 0.5}
@@ -146,12 +149,7 @@ def by_transformers(directory: Path, kind: str, documents: list[list[int]], pad:
 
 @pytest.mark.parametrize(
     ("kind", "center"),
-    [
-        ("reward", 0.2),
-        pytest.param("reward", 0.0, marks=pytest.mark.slow),
-        pytest.param("classification", 0.0, marks=pytest.mark.slow),
-        pytest.param("regression", 0.0, marks=pytest.mark.slow),
-    ],
+    [("reward", 0.2), ("reward", 0.0), ("classification", 0.0), ("regression", 0.0)],
 )
 def test_an_objective_of_scores_is_theirs(kind: str, center: float, tmp_path: Path) -> None:
     save_scoring(tmp_path / "model", 3 if kind == "classification" else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from raytune_fsdp.run.prepare import open_as_run
 from tests.models import save_checkpoint
 from tests.runs import trajectory
 
-pytest.importorskip("trl")
-
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),  # not imported to collect tests
+]
 
 ROWS, STEPS = 12, 6
 

@@ -14,9 +14,12 @@ import pytest
 CPUS = 4
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
-    """A Ray of this machine with `CPUS` logical CPUs; its processes and files are gone afterwards."""
+    """A Ray of this machine with `CPUS` logical CPUs; its processes and files are gone afterwards.
+
+    Not of the session: it would take its share of two cores until the last test of all.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token into the home directory
     import ray

@@ -24,10 +24,11 @@ from raytune_fsdp.record.jsonl import read_trajectory
 from tests.ray.jobs import config_of, events
 from tests.runs import trajectory
 
-pytestmark = pytest.mark.usefixtures("cluster")
+CONNECTED = pytest.mark.usefixtures("cluster")
 
 
 @pytest.mark.slow
+@CONNECTED
 def test_three_ranks_and_a_census_on_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks that do not divide by the ranks, a last step that is short, and a run that is complete already."""
     sections = {"data": {"train": config_of(tmp_path).model_dump()["data"]["train"], "seq_len": 48, "window": 10}}
@@ -86,6 +87,7 @@ def at_step(config: FinetuneConfig, step: int, blow: Callable[[], None]) -> thre
 
 
 @pytest.mark.slow
+@CONNECTED
 def test_a_caller_keeps_its_ray_and_all_that_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whether the wait for resources ends, outside of the main thread, or a second Ctrl-C ends the run."""
 
@@ -150,6 +152,7 @@ def test_a_caller_keeps_its_ray_and_all_that_is_in_it(tmp_path: Path, capsys: py
 
 
 @pytest.mark.slow
+@CONNECTED
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -115,7 +115,7 @@ def test_there_are_thirty_structures() -> None:
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_masks_of_a_structure_with_five_tokenizers(name: str) -> None:
     for tokenizer in TOKENIZERS:
-        assert disagreements(name, tokenizer, 20) == []
+        assert disagreements(name, tokenizer, 6) == []
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_what_is_known_of_a_template_is_what_rendering_each_turn_shows(name: str
     template, special = ChatTemplate(structure.bare(), structure.variables), tuple(structure.tokens.split())
     for newer in (True, False):
         habits = learn(template, special, newer=newer, tools=False)
-        for messages in conversations(structure, 12, seed=3):
+        for messages in conversations(structure, 5, seed=3):
             conversation = Conversation(messages, [True] * len(messages), None, "row", "messages")
             ways: list[Any] = []
             for known in (habits, habits.by_turn()):
@@ -171,7 +171,7 @@ def test_only_structures_that_need_it_get_another_version_of_the_order(name: str
     assert formatter(name).order_version == (FIFTH_ORDER if name in NEWER else OLDEST_ORDER)
     if name in NEWER:
         return
-    given = conversations(STRUCTURES[name], 15, seed=4)
+    given = conversations(STRUCTURES[name], 6, seed=4)
     newer, older = (documents(formatter(name, order=order), given) for order in (FIFTH_ORDER, FOURTH_ORDER))
     for one, other in zip(newer, older, strict=True):
         assert isinstance(one, Document) and isinstance(other, Document)

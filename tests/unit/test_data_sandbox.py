@@ -100,6 +100,13 @@ ATTACKS = {
 }
 
 
+OFTEN = (
+    "times", "power", "doubled by +", "printed", "tojson", "equal", "deep", "center", "% width", "join", "split often",
+    "macro in itself", "recursive loop", "much output", "loops, 1", "loops, 4",
+)  # fmt: skip
+"""Tried at every change, each of another kind: the limits, which are the kernel's, know no operation by its name."""
+
+
 @pytest.fixture
 def limits() -> Iterator[Callable[[float, int], None]]:
     """Change the limits of the process, whose next request starts another one."""
@@ -113,7 +120,9 @@ def limits() -> Iterator[Callable[[float, int], None]]:
     change(*before)
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(each, marks=pytest.mark.slow) for each in ATTACKS if each not in OFTEN)]
+)
 def test_template_that_would_hang_or_take_all_memory_is_an_error(
     name: str, limits: Callable[[float, int], None]
 ) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,14 +44,20 @@ def entries(path: Path) -> list[Path]:
     return sorted((path.parent / "cache/files").iterdir())
 
 
+@cache
+def content(suffix: str) -> bytes:
+    if suffix == ".parquet":
+        table = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(ROWS), table, row_group_size=6000)
+        return table.getvalue()
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    return gzip.compress(lines, 1) if suffix == ".gz" else lines
+
+
 @pytest.fixture(params=["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path: Path = tmp_path / request.param
-    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=6000)
-    else:
-        path.write_bytes(gzip.compress(lines, 1) if path.suffix == ".gz" else lines)
+    path.write_bytes(content(path.suffix))
     return path
 
 

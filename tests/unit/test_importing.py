@@ -13,7 +13,6 @@ from raytune_fsdp.launch.importing import importing
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     yield
-    gc.unfreeze()
     gc.enable()
 
 

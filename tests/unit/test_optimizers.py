@@ -280,14 +280,12 @@ def learn(stochastic: bool, *, lr: float = 1e-3, steps: int = 400) -> float:
     """The mean distance of bf16 weights from where the gradient leads them, after steps of a quarter of a digit."""
     config = OptimConfig(lr=lr, weight_decay=0.0, beta2=0.9, stochastic_rounding=stochastic)
     torch.manual_seed(0)
-    model: Any = build("llama").bfloat16()
+    model: Any = build("llama").bfloat16().requires_grad_(False)
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
     optimizer = build_optimizer(model, config)
-    weight = model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():
         weight.fill_(1.0)
     for _ in range(steps):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
         weight.grad = torch.ones_like(weight) * (weight.detach() - 0.75).sign()
         optimizer.step(1.0, GO)
     return float((weight.detach().float() - 0.75).abs().mean())

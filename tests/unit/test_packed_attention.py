@@ -97,7 +97,7 @@ SOUND = [(name, "documents_cpu") for name in PACKED] + [(name, "sdpa") for name 
 """transformers' GptOssModel does not tell its masks where documents begin."""
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize(("architecture", "attention"), SOUND)
 def test_logits_and_gradients_of_packed_documents(architecture: str, attention: str, micro_batch: int) -> None:
     model, rows = network(architecture), ROWS[:micro_batch]
@@ -107,13 +107,12 @@ def test_logits_and_gradients_of_packed_documents(architecture: str, attention: 
     assert furthest(found[1:], right[1:]) <= 1e-5
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize(("architecture", "attention"), SOUND)
-def test_packed_documents_in_bf16(architecture: str, attention: str, micro_batch: int) -> None:
+def test_packed_documents_in_bf16(architecture: str, attention: str) -> None:
     """No further from the fp32 result than twice what bf16 itself is, where nothing is packed."""
     # All experts: which ones a token gets may hang on a rounding.
     every = {"mixtral": {"num_experts_per_tok": 5}, "gpt_oss": {"num_experts_per_tok": 4}}
-    model, rows = network(architecture, **every.get(architecture, {})), ROWS[:micro_batch]
+    model, rows = network(architecture, **every.get(architecture, {})), ROWS[:4]
     right = logits_and_gradients(model, "eager", rows, torch.float32, packed=False)[:1]
     alone = logits_and_gradients(model, "eager", rows, torch.bfloat16, packed=False)[:1]
     found = logits_and_gradients(model, attention, rows, torch.bfloat16, packed=True)[:1]

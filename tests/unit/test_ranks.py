@@ -87,6 +87,10 @@ def fail(rank: int, how: str) -> None:
     dist.barrier()
 
 
+def refuse() -> None:
+    raise ArithmeticError("nobody can")
+
+
 def wait_for(file: Path) -> None:
     while not file.exists():
         time.sleep(0.01)
@@ -146,6 +150,15 @@ def test_a_rank_that_fails_fails_the_call_and_none_of_its_group_is_used_again(
     with pytest.raises(error, match=said):
         resident_ranks(fail, 2, 1, how, seconds=2 if how == "hang" else 60)
     assert not set(before) & set(resident_ranks(process, 2))
+
+
+def test_ranks_that_all_raise_are_used_again() -> None:
+    """Each says so by itself, so none waits for another one."""
+    before = resident_ranks(process, 2)
+    with pytest.raises(AssertionError, match="rank [01] of 2 failed:\n(.|\n)*ArithmeticError"):
+        resident_ranks(refuse, 2)
+    assert resident_ranks(process, 2) == before
+    assert resident_ranks(summed_in_a_mesh, 2) == [30.0] * 2
 
 
 @pytest.mark.slow
