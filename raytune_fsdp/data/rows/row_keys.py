@@ -67,11 +67,13 @@ class RowKeys(Formatter):
         """Whether the tokenizer may treat similar characters as the same."""
         self._unknown = _unknown(tokenizer) if tokenizer.is_fast else ""
         self._around: list[str] = []
-        """What the tokenizer adds before a text and after it, where a text that has it gets no second one."""
+        """What the tokenizer adds before a text and after it, and its end, where a text that has them gets no second
+        ones; as the loose keys of texts are made, without white space."""
         if self._once and not self.templates and not isinstance(self.format, TokensFormat):
             added = [tokenizer.convert_ids_to_tokens(each) for each in (self._encoder.prefix, self._encoder.suffix)]
             # None: an id without a token, which a stranger's tokenizer may add.
-            self._around = ["".join(each or "" for each in tokens) for tokens in added] if any(added) else []
+            texts = ["".join(each or "" for each in tokens) for tokens in added] if any(added) else []
+            self._around = [self._without_space(each) for each in (*texts, self._eos_text)] if texts else []
 
     def __reduce__(self) -> Any:
         format, tokenizer, options = self._made_of
@@ -152,7 +154,7 @@ class RowKeys(Formatter):
             return b""  # any two texts may be the same tokens
         said = self._without_space(said)
         if self._around:  # after white space, which may stand before them
-            before, after, end = (self._without_space(each) for each in (*self._around, self._eos_text))
+            before, after, end = self._around
             said = said.removesuffix(end).removeprefix(before).removesuffix(after)
         return said.encode("ascii", "ignore") if self._unknown else said.encode("utf-8", "surrogatepass")
 
