@@ -79,6 +79,8 @@ class Saves:
     """Rank 0's clock, if the clock asks for checkpoints, too."""
     copies: PeerCopies | None = None
     """Copies in the memory of nodes, between two checkpoints."""
+    scoring: bool = False
+    """Whether the checkpoints with the best evaluations are kept."""
     notices: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each cause of an early end leaves the run, as long as saves are still to be compared with them."""
     committed: int = 0
@@ -154,16 +156,12 @@ class Saves:
     def due(self, boundary: Boundary, planned: bool, step: int) -> bool:
         """Return whether to save after this step. A save that is due while another is being written begins after it."""
         wanted = planned or boundary.asked or self._due
-        if planned and not boundary.free and self.saver.recovering:  # or still removes older ones
-            # A recovery point is being written: where the planned saves are must not depend on the clock. This does not
-            # wait for long: storage that stands still postpones planned saves as always. Collective.
-            looks = round(
-                _PATIENCE_SECONDS[self.saver.copying] / _LOOK_SECONDS
-            )  # counted, so that all ranks wait for as long
-            while looks and not boundary.free:
-                time.sleep(_LOOK_SECONDS)
-                beat()
-                boundary, looks = self.agree(self._stop, again=True), looks - 1
+        # Counted, so that all ranks wait for as long. Collective.
+        looks = round(self._patience() / _LOOK_SECONDS) if planned else 0
+        while looks and not boundary.free:
+            time.sleep(_LOOK_SECONDS)
+            beat()
+            boundary, looks = self.agree(self._stop, again=True), looks - 1
         if wanted and not boundary.free:
             if planned:
                 self.tracker.event(names.SAVE_POSTPONED, step=step)
@@ -176,6 +174,14 @@ class Saves:
             step, asked=boundary.copy, saving=saving, free=boundary.free
         )
         return saving or self._copy
+
+    def _patience(self) -> float:
+        """Return for how many seconds a planned save waits for the one that is being written, instead of a step."""
+        # Where planned saves are must not depend on the clock: they wait for recovery points and peer copies. This does
+        # not take long; storage that stands still postpones planned saves as always.
+        for_clock = _PATIENCE_SECONDS[self.saver.copying] if self.saver.recovering else 0.0
+        # A step later the weights are not those that the evaluation scores, and no checkpoint would be of these.
+        return max(for_clock, self.saver.seconds if self.scoring else 0.0)
 
     def begin(self, state: RunState) -> None:
         """Save the state after a step. Training goes on while it is written, if saves are asynchronous."""
@@ -364,6 +370,7 @@ def open_saves(
         saved=saved,
         clock=clock,
         copies=None if peers is None or prepared.dry else open_copies(config.checkpoint, standing, saver, peers),
+        scoring=config.checkpoint.keep_best > 0,
         notices=_not_said(prepared.place, notices) if dist.get_rank() == 0 else {},
         committed=0 if commit is None else commit.step,
         recovery=0 if commit is None or commit.lasting else commit.step,

@@ -17,7 +17,7 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_events, read_trajectory
 from tests.checkpoints import checkpoints, pieces_of
 from tests.ranks import run_ranks
-from tests.runs import GPT2, LLAMA, make_config, trajectory
+from tests.runs import GPT2, LLAMA, make_config, trajectory, write_tokens
 
 TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 24}
 DROPOUT = {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -113,6 +113,18 @@ def test_a_save_that_is_due_too_early_waits_for_the_one_before(tmp_path: Path, w
     postponed = [each["step"] for each in events(config, "save_postponed")]
     assert postponed and not set(postponed) & set(steps)
     assert not events(config, "save_failed")
+
+
+def test_the_best_are_of_the_steps_that_were_scored_however_slow_the_storage_is(tmp_path: Path) -> None:
+    rows = write_tokens(tmp_path / "others.jsonl", rows=12, seed=4)
+    config = make_config(
+        tmp_path, train={**TRAIN, "max_steps": 8}, eval={"every": 2},
+        data={"eval": [{"path": str(rows), "format": {"type": "tokens"}}]},
+        checkpoint={"every": 2, "keep_last": None, "keep_best": 1},
+    )  # fmt: skip
+    run_ranks(train, 1, config.model_dump(), 0.02, {"kind": "stall", "rank": 0, "serial": 1, "seconds": 1.0})
+    assert [found.step for found in checkpoints(run_dir(config))] == [2, 4, 6, 8]
+    assert not events(config, "save_postponed", "save_failed")
 
 
 def change_while_writing(root: str, given_up: bool) -> list[tuple[int, bool]]:
