@@ -6,9 +6,11 @@ COMPAT := .venv-compat
 BIN := $(VENV)/bin
 # Which tests share a process: see tests/conftest.py.
 PARALLEL := --numprocesses $(or $(PROCESSES),2)
+# Tests start hundreds of processes. Where the shell forbids bytecode, each compiles the package anew, 1.2 s of 7.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements.lock
 
-.PHONY: help demo quick test test-all same chaos kills oldest compat check format docs lock clean
+.PHONY: help demo quick seconds test test-all same chaos kills oldest compat check format docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -16,8 +18,11 @@ help:  ## this list
 demo: $(VENV)/.installed  ## train a tiny model on this machine, in a minute or two
 	$(BIN)/python jobs/finetune.py --run.resume never --run.name demo-$$(date +%Y%m%d-%H%M%S)
 
-quick: $(VENV)/.installed-dev  ## unit tests, two cases of each at most, without those of a second or more
-	$(BIN)/python -m pytest $(PARALLEL) tests/unit -m "not slow and not thorough" --cases 2
+quick: $(VENV)/.installed-dev  ## unit tests of less than 0.2 s, two cases of each at most
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit --quick
+
+seconds: $(VENV)/.installed-dev  ## write down in tests/seconds.json which unit tests are not quick
+	$(BIN)/python -m pytest $(PARALLEL) tests/unit -m "not slow" --write-seconds
 
 test: $(VENV)/.installed-dev  ## every test that guards an invariant
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" --durations=15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import shutil
 import signal
@@ -38,8 +39,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_SECONDS = Path(__file__).with_name("seconds.json")
+"""How long unit tests took, those that `--quick` leaves out: their slowest case."""
+_QUICK = 0.2
+_took: dict[str, float] = {}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, metavar="N", help="of each test with parameters, run N cases at most")
+    parser.addoption("--quick", action="store_true", help=f"leave out tests of {_QUICK} s, and all but two cases")
+    parser.addoption("--write-seconds", action="store_true", help=f"write down in {_SECONDS.name} how long tests take")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -51,10 +59,9 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests in tests/distributed and tests/ray by the folder that they are in; leave out cases (`--cases`)."""
-    most = config.getoption("--cases")
-    if most is not None:
-        _leave_out_cases(config, items, most)
+    """Mark tests in tests/distributed and tests/ray by the folder that they are in; keep the quick ones (`--quick`)."""
+    if config.getoption("--quick"):
+        _keep_quick_ones(config, items)
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ("distributed", "ray"):
@@ -70,20 +77,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
-def _leave_out_cases(config: pytest.Config, items: list[pytest.Item], most: int) -> None:
-    """Keep the first cases of each test that `-m` may choose."""
+def _keep_quick_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep two cases of each test that is not known to take longer."""
+    known = json.loads(_SECONDS.read_text())
     seen: Counter[str] = Counter()
-    left_out = []
-    for item in [*items]:
-        if item.get_closest_marker("slow") or item.get_closest_marker("thorough"):
-            continue
-        test = item.nodeid.split("[", 1)[0]
-        seen[test] += 1
-        if seen[test] > most:
-            left_out.append(item)
-    gone = set(map(id, left_out))
-    items[:] = [item for item in items if id(item) not in gone]
+    kept, left_out = [], []
+    for item in items:
+        test = _test_of(item.nodeid)
+        quick = test not in known and not item.get_closest_marker("slow") and seen[test] < 2
+        seen[test] += quick
+        (kept if quick else left_out).append(item)
+    items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+def _test_of(nodeid: str) -> str:
+    return nodeid.split("[", 1)[0].removeprefix("tests/")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember how long a test took, its fixtures included: with pytest-xdist, in the process that starts others."""
+    _took[report.nodeid] = _took.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write down what `--quick` goes by, for the tests that have run (`--write-seconds`)."""
+    if not session.config.getoption("--write-seconds") or hasattr(session.config, "workerinput"):
+        return
+    took: dict[str, float] = {}
+    for nodeid, seconds in _took.items():
+        took[_test_of(nodeid)] = max(took.get(_test_of(nodeid), 0.0), seconds)
+    known = {test: seconds for test, seconds in json.loads(_SECONDS.read_text()).items() if test not in took}
+    known |= {test: round(seconds, 1) for test, seconds in took.items() if seconds >= _QUICK}
+    _SECONDS.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
 
 
 _DEFAULT_PORTS = "tests/cluster/test_newcomer.py"
