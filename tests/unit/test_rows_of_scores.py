@@ -180,7 +180,7 @@ _NONE = r"is none of the classes \('bad', 'good', 'so-so', or their numbers 0 to
         ({"t": 7, "l": 1}, "t=7 is not text but int;"), ({"t": ["a"], "l": 1}, "is not text but list"),
         ({"t": "half \ud800", "l": 1}, "has half a surrogate pair"),
         ({"l": 1, "w": -1}, "w=-1 is less than 0, and a row's weight"),
-        ({"l": 1, "w": "2"}, "w='2' is text, not a number; format.weight"),
+        ({"l": 1, "w": "2"}, "w='2' is text, not a number; format.weight .* as JSON Lines"),
         ({"l": 1, "w": float("inf")}, "no finite number"),
         ({"t": "ends<|pad|>", "l": 1}, r"its last token is '<\|pad\|>', which texts are padded .*; set model.head"),
     ],

@@ -38,6 +38,10 @@ def read_number(row: dict[str, Any], name: str, where: str, field: str = "train.
         raise RowError(f"{where}: column {name!r} is null; {way_out}", "null")
     if not isinstance(value, int | float | Decimal):
         kind = "text" if isinstance(value, str) else f"of type {type(value).__name__}"
+        if _spells_a_number(value):
+            way_out = (
+                f"{field} tells it to the loss: write it as a number, as JSON Lines and Parquet can and CSV cannot"
+            )
         raise RowError(f"{where}: {name}={shorten(repr(value))} is {kind}, not a number; {way_out}", "wrong_type")
     with suppress(OverflowError, ValueError):
         number = float(value)
@@ -52,6 +56,12 @@ def read_number(row: dict[str, Any], name: str, where: str, field: str = "train.
             f"{where}: {name}={shorten(value)} is a whole number that no float64 is equal to; {way_out}", "wrong_type"
         )
     return number
+
+
+def _spells_a_number(value: Any) -> bool:
+    with suppress(ValueError):
+        return isinstance(value, str) and math.isfinite(float(value))
+    return False
 
 
 def read_weight(row: dict[str, Any], name: str | None, where: str) -> float:
