@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -30,10 +31,12 @@ from raytune_fsdp.model.directory.scoring import check_measured
 from raytune_fsdp.model.objective.chunked_head import install_chunked_loss
 from raytune_fsdp.plan.plan import ALONE, Layout
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
-from raytune_fsdp.run.network_checks import check_packed
+from raytune_fsdp.run.network_checks import check_packed, why_neighbours_matter
 from raytune_fsdp.run.prepare import set_template
 from raytune_fsdp.run.trials.computation import check_computation
 from raytune_fsdp.run.trials.needs import use_attention_for_packed
+
+logger = logging.getLogger(__name__)
 
 Measured = tuple[dict[str, float], list[dict[str, Any]]]
 """The values of an evaluation by the names of metrics, and its questions with their answers."""
@@ -95,6 +98,8 @@ def _measured(
         model.generation_config = GenerationConfig.from_model_config(model.config)
     needs = use_attention_for_packed(config, model, device)
     check_packed(config, model, needs)
+    if dist.get_rank() == 0 and (mixed := why_neighbours_matter(config, model, needs)) is not None:
+        logger.warning("%s; it is measured as it is", mixed)
     # Of one that is spread over several devices, the head has hooks, which its replacement would not have.
     if needs.plain_loss is None and not getattr(model, "hf_device_map", None):
         install_chunked_loss(model)

@@ -170,6 +170,26 @@ def test_packed_documents_are_measured_as_if_alone_also_where_transformers_lets_
     assert found["best_fit"] == pytest.approx(found["none"], rel=1e-5)
 
 
+def test_what_documents_beside_each_other_change_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    save_checkpoint(tmp_path / "model", "llama", tokenizer=True, vocab_size=1024, rope_parameters=rope)
+    (tmp_path / "config.yaml").write_text(dump_config(make_config(tmp_path)))
+    arguments = ["--config", "config.yaml", "--data.eval.0.path", "tokens.jsonl", "--data.eval.0.format.type", "tokens"]
+    assert main(["eval", "model", "--json", *arguments]) == 0
+    assert "the loss of a document would depend on its neighbours; set data.seq_len=32" in caplog.text
+    caplog.clear()
+    alone = ["--data.packing", "none", "--train.micro_batch", "1"]
+    assert main(["eval", "model", "--json", *arguments, *alone]) == 0
+    assert "neighbours" not in caplog.text
+
+
 def test_questions_and_prompts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
