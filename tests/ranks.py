@@ -239,6 +239,9 @@ def _serve(pipe: Connection) -> None:
 
     import torch
 
+    from tests.remembered import remember_needs
+
+    remember_needs()
     gc.freeze()  # what was imported is not looked through after every call
     torch.set_num_threads(1)
     begun = _State()

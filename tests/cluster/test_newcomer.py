@@ -59,7 +59,8 @@ def test_the_page_leads_to_a_model(tmp_path: Path) -> None:
     assert lines != found
     lines = [line.replace("ray start --head", "ray start --head --num-cpus 4") for line in lines]
     serving = commands((ROOT / "docs" / "serving.md").read_text())
-    own = [line.replace("runs/my-run", "runs/first") for line in serving if re.match("raytune-fsdp|python -c", line)]
+    of_this_run = r"raytune-fsdp|python -c .*'my-model'"
+    own = [line.replace("runs/my-run", "runs/first") for line in serving if re.match(of_this_run, line)]
     assert len(own) == 4
     lines = [SAID_AGAIN.format(line) if line.startswith("ray job submit") else line for line in [*lines, *own]]
     assert sum("No available agent" in line for line in lines) == 1
