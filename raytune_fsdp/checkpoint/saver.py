@@ -95,6 +95,11 @@ class Saver:
         return self._save.ending(), busy
 
     @property
+    def in_flight(self) -> bool:
+        """Whether the outcome of the last save that was begun is still to be reported; the same on all ranks."""
+        return self._save is not None and not self._save.reported
+
+    @property
     def recovering(self) -> bool:
         """Whether the last save that was begun is a recovery point."""
         return self._save is not None and not self._save.job.lasting

@@ -40,7 +40,7 @@ from raytune_fsdp.step.optim.update import Optimizer
 
 _LOOK_SECONDS = 0.2  # between two looks at a writer that was given up, or is to be waited for
 _PATIENCE_SECONDS = {False: 60.0, True: MOST_SECONDS + 10}
-"""How long a planned save waits for a recovery point, or for a peer copy, that is still being written."""
+"""How long a planned save waits for a save, or for a peer copy, that is still being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +177,12 @@ class Saves:
 
     def _patience(self) -> float:
         """Return for how many seconds a planned save waits for the one that is being written, instead of a step."""
-        # Where planned saves are must not depend on the clock: they wait for recovery points and peer copies. This does
-        # not take long; storage that stands still postpones planned saves as always.
-        for_clock = _PATIENCE_SECONDS[self.saver.copying] if self.saver.recovering else 0.0
-        # A step later the weights are not those that the evaluation scores, and no checkpoint would be of these.
-        return max(for_clock, self.saver.seconds if self.scoring else 0.0)
+        # Where planned saves are must not depend on the clock: they wait for recovery points and peer copies. With
+        # `keep_best` they wait for any: a step later the weights are not those that the evaluation scores. Not for
+        # long, and not for one that was given up: storage that stands still postpones planned saves.
+        if self.saver.recovering or (self.scoring and self.saver.in_flight):
+            return _PATIENCE_SECONDS[self.saver.copying]
+        return 0.0
 
     def begin(self, state: RunState) -> None:
         """Save the state after a step. Training goes on while it is written, if saves are asynchronous."""

@@ -40,7 +40,8 @@ def read_number(row: dict[str, Any], name: str, where: str, field: str = "train.
         kind = "text" if isinstance(value, str) else f"of type {type(value).__name__}"
         if _spells_a_number(value):
             way_out = (
-                f"{field} tells it to the loss: write it as a number, as JSON Lines and Parquet can and CSV cannot"
+                f"{field} tells it to the loss: write it as a number, as JSON Lines and Parquet can and CSV cannot, "
+                "or remove the row"
             )
         raise RowError(f"{where}: {name}={shorten(repr(value))} is {kind}, not a number; {way_out}", "wrong_type")
     with suppress(OverflowError, ValueError):
