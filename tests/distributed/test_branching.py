@@ -17,7 +17,7 @@ from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import train
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.loading import CPU, gathered
-from tests.ranks import resident_ranks, run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import LLAMA, make_config, prepare_on_rank0, train_rank, trajectory
 
 
@@ -86,5 +86,5 @@ def test_a_damaged_checkpoint_is_no_beginning(parent: CommittedCheckpoint) -> No
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    for message in run_ranks(_refused, 2, _config(parent, "branch").model_dump()):
+    for message in resident_ranks(_refused, 2, _config(parent, "branch").model_dump()):
         assert "model.path=" in message and f"the content of {file.name} is not what was written" in message
