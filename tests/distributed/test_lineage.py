@@ -267,6 +267,7 @@ def test_a_dry_run_refuses_what_could_not_begin(tmp_path: Path, called: Callable
     assert not (base / "pins").exists() and [each.name for each in base.parent.iterdir()].count("base-at-4") == 0
 
 
+@SLOW
 def test_a_chain_of_three_forks_is_audited_to_its_root(tmp_path: Path, called: Callable[..., tuple[int, str]]) -> None:
     """By the command, each with another change; then with a number in the middle of the chain that was changed."""
     trajectory(_config(tmp_path, train={"max_steps": 16}), 1, stop_after=8)
