@@ -77,8 +77,8 @@ RARER = ("gpt2", "fp32", "bf16", "fp16", "qlora", "freeze", "8-bit", "muon", "pl
 OFTEN = [case for case in CASES if case not in RARER]
 """On every change: 4 s a case, all worlds together."""
 SLOW = pytest.mark.slow
-TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 7}
-DIGESTS = 3
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": 5}
+DIGESTS = 2
 """Steps from one digest to the next."""
 
 
@@ -88,7 +88,7 @@ def config_of(directory: Path, case: str, name: str, **sections: Any) -> Finetun
     chosen = {**more, "parallel": parallel, "train": {**TRAIN, **more.get("train", {})}, **sections}
     run = {"name": name.replace(" ", "-"), "exact": True, "digest_every": DIGESTS, **chosen.pop("run", {})}
     rows = {"path": str(directory / "tokens.jsonl"), "format": {"type": "tokens"}}
-    chosen["data"] = {"train": [rows], "eval": [rows]}
+    chosen["data"] = {"train": [rows], "eval": [{**rows, "rows": {"limit": 40}}]}
     if "method" in chosen:
         base = directory / "base"
         if not base.exists():
@@ -174,7 +174,7 @@ def bits(config: FinetuneConfig) -> tuple[dict[str, str], list[dict[str, Any]], 
 
 
 def digests_on_record(config: FinetuneConfig) -> dict[str, Any]:
-    """The digests that the ranks have put into the last checkpoint, into events, and into the record of each third
+    """The digests that the ranks have put into the last checkpoint, into events, and into the record of each second
     step."""
     place = Path(config.run.storage) / config.run.name
     last = checkpoints(place)[-1]
