@@ -29,11 +29,19 @@ def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
     return config.model.fill, before, train(parts, stop=lambda: None).step
 
 
-@pytest.fixture
-def parent(tmp_path: Path) -> CommittedCheckpoint:
-    """The checkpoint of a run of three steps on two ranks."""
-    config = make_config(tmp_path, LLAMA, train={"max_steps": 3}, parallel={"precision": "fp32"})
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of three steps on two ranks."""
+    directory = tmp_path_factory.mktemp("parent")
+    config = make_config(directory, LLAMA, train={"max_steps": 3}, parallel={"precision": "fp32"})
     resident_ranks(train_rank, 2, config.model_dump())
+    return directory
+
+
+@pytest.fixture
+def parent(trained: Path, tmp_path: Path) -> CommittedCheckpoint:
+    """The checkpoint of that run, in a place where it may be changed."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return checkpoints(tmp_path / "runs" / "run")[-1]
 
 
