@@ -17,12 +17,6 @@ def focal(log_probabilities: torch.Tensor, document: LossDocument) -> torch.Tens
     return -((1 - log_probabilities.exp()) ** 2) * log_probabilities
 
 
-def by_length(log_probabilities: torch.Tensor, document: LossDocument) -> torch.Tensor:
-    """Documents weigh the same whatever their length; inside of them early targets weigh more, and so do odd ones."""
-    early = torch.linspace(1, 0, len(log_probabilities), dtype=log_probabilities.dtype)
-    return -log_probabilities * (early + document.targets % 2) / len(log_probabilities)
-
-
 def rewarded(log_probabilities: torch.Tensor, document: LossDocument) -> torch.Tensor:
     return -log_probabilities * document.columns["reward"]
 

@@ -112,6 +112,7 @@ def test_another_world_is_within_the_bounds(honest: Path, audit: Callable[..., t
     assert code == 0 and "within the bounds" in said and "world size of attempt 1: 1; here: 2" in said, said
 
 
+@pytest.mark.slow
 def test_an_exact_run_of_three_ranks_is_audited_by_one_to_the_bit(
     exact: Path, audit: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:

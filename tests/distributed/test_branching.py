@@ -17,7 +17,7 @@ from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.loop import train
 from tests.checkpoints import checkpoints, pieces_of, tensors_in
 from tests.loading import CPU, gathered
-from tests.ranks import resident_ranks, run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import LLAMA, make_config, prepare_on_rank0, train_rank, trajectory
 
 
@@ -29,11 +29,19 @@ def begin(values: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
     return config.model.fill, before, train(parts, stop=lambda: None).step
 
 
-@pytest.fixture
-def parent(tmp_path: Path) -> CommittedCheckpoint:
-    """The checkpoint of a run of three steps on two ranks."""
-    config = make_config(tmp_path, LLAMA, train={"max_steps": 3}, parallel={"precision": "fp32"})
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of three steps on two ranks."""
+    directory = tmp_path_factory.mktemp("parent")
+    config = make_config(directory, LLAMA, train={"max_steps": 3}, parallel={"precision": "fp32"})
     resident_ranks(train_rank, 2, config.model_dump())
+    return directory
+
+
+@pytest.fixture
+def parent(trained: Path, tmp_path: Path) -> CommittedCheckpoint:
+    """The checkpoint of that run, in a place where it may be changed."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return checkpoints(tmp_path / "runs" / "run")[-1]
 
 
@@ -86,5 +94,5 @@ def test_a_damaged_checkpoint_is_no_beginning(parent: CommittedCheckpoint) -> No
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    for message in run_ranks(_refused, 2, _config(parent, "branch").model_dump()):
+    for message in resident_ranks(_refused, 2, _config(parent, "branch").model_dump()):
         assert "model.path=" in message and f"the content of {file.name} is not what was written" in message

@@ -84,23 +84,32 @@ def job(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "jobs" / "finetune.py"), *arguments]
 
 
-def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes that the job starts itself, with MLflow, a question, an export and a curve."""
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_command_trains_exports_and_says_what_it_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """In this process, or in two that the job starts itself, with MLflow, a question, an export and a curve."""
     pytest.importorskip("mlflow")
     pytest.importorskip("matplotlib")
     config = write_config(
         tmp_path,
-        cluster={"launch": "local", "device": "cpu", "workers": 2},
+        cluster={"launch": "local", "device": "cpu", "workers": workers},
         tracking={"console": True, "mlflow": {"enabled": True}},
         eval={"prompts": ["w5 w6"], "at_start": True, "max_new_tokens": 4},
         export={"at_end": True, "dtype": "fp32"},
         data={"eval": [{"name": "seen", "path": str(tmp_path / "tokens.jsonl"), "format": {"type": "tokens"}}]},
     )
-    done = run(*job("--config", str(config)), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    if workers == 1:
+        assert main(["train", "--config", str(config)]) == 0
+        said = capsys.readouterr().out
+    else:
+        done = run(*job("--config", str(config)))
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
     run_dir = tmp_path / "runs" / "run"
     for expected in ("step 6/6", "w5 w6", "export ", "next:", "mlflow ui", "report      runs/run/report/index.html"):
-        assert expected in done.stdout, done.stdout
+        assert expected in said, said
     assert {path.name for path in run_dir.iterdir()} >= {
         "config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "checkpoints", "model", "export", "report",
     }  # fmt: skip
@@ -110,9 +119,9 @@ def test_one_command_trains_exports_and_says_what_it_left(tmp_path: Path, capsys
     assert json.loads((run_dir / "plan.json").read_text())["steps"] == 6
     assert mlflow_runs(tmp_path) == [("run", "FINISHED", 6)]
     found = {event["event"]: event["fields"] for event in read_events(run_dir / "events.jsonl")}
-    said, checked = found["predicted"], found["prediction_checked"]
-    assert checked["kept_bytes"] == said["kept_bytes"] > 0 and checked["step"] == 6
-    assert 0 < found["saved"]["bytes"] - said["checkpoint_bytes"] < 5e5, "what is in a checkpoint beside tensors"
+    predicted, checked = found["predicted"], found["prediction_checked"]
+    assert checked["kept_bytes"] == predicted["kept_bytes"] > 0 and checked["step"] == 6
+    assert 0 < found["saved"]["bytes"] - predicted["checkpoint_bytes"] < 5e5, "what is in a checkpoint beside tensors"
     longer = ("--train.max_steps", "8", "--optim.schedule_steps", "8")
     assert main(["train", "--config", str(config), "--cluster.workers", "1", *longer]) == 0, capsys.readouterr().err
     capsys.readouterr()
@@ -166,19 +175,25 @@ def test_without_ray_and_the_extras(tmp_path: Path, launch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agents", "dies"), [(1, None), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 0), (2, 1)))]
+    ("agents", "ranks", "dies"),
+    [
+        (1, 1, None),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2, None), (1, 2, 1), (2, 2, 0), (2, 2, 1))),
+    ],
 )
-def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, dies: int | None) -> None:
+def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, ranks: int, dies: int | None) -> None:
     """Also if a rank dies after a few steps, and torchrun starts all of them again: each of its agents counts by
     itself."""
     ours = make_config(tmp_path, GPT2, train=TRAIN, parallel={"precision": "fp32"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     torchrun = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(agents), "--nproc_per_node", str(2 // agents),
+        sys.executable, "-m", "torch.distributed.run",
+        "--nnodes", str(agents), "--nproc_per_node", str(ranks // agents),
         "--max-restarts", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}",
     ]  # fmt: skip
-    config = write_config(tmp_path, cluster={"launch": "local", "device": "cpu", "workers": 2}, checkpoint={"every": 2})
+    cluster = {"launch": "local", "device": "cpu", "workers": ranks}
+    config = write_config(tmp_path, cluster=cluster, checkpoint={"every": 2})
     (faults := tmp_path / "faults").mkdir()
     if dies is not None:
         (faults / f"forward-{dies}-4").touch()
@@ -187,11 +202,11 @@ def test_torchrun_gives_the_same_run(tmp_path: Path, agents: int, dies: int | No
     for done in [end(each) for each in [start(*theirs, env=env) for _ in range(agents)]]:
         assert done.returncode == 0, done.stderr
     assert not list(faults.iterdir())
-    assert read_trajectory(tmp_path / "runs" / "torchrun" / "metrics.jsonl") == trajectory(ours, 2)
+    assert read_trajectory(tmp_path / "runs" / "torchrun" / "metrics.jsonl") == trajectory(ours, ranks)
 
 
 @pytest.mark.parametrize(
-    ("workers", "kind"), [pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow), (2, signal.SIGINT)]
+    ("workers", "kind"), [(1, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_a_signal_saves_and_exits_130(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int, kind: signal.Signals

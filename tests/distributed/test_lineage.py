@@ -110,9 +110,9 @@ def test_with_another_rate_it_equals_a_plain_loop(tmp_path: Path) -> None:
 
 def test_an_exact_run_is_forked_at_another_number_of_ranks(tmp_path: Path) -> None:
     """To the bit; the parent's digest is that of the numbers, not of their files."""
-    run = {"exact": True, "threads": 1}
-    whole = trajectory(_config(tmp_path, run=run), 2)
-    assert trajectory(_config(tmp_path, "fork", ("base", AT), run=run), 1) == whole[AT:]
+    sections = {"run": {"exact": True, "threads": 1}, "train": {"max_steps": 8}}
+    whole = trajectory(_config(tmp_path, **sections), 2)
+    assert trajectory(_config(tmp_path, "fork", ("base", AT), **sections), 1) == whole[AT:]
     saved = [e["fields"] for e in read_events(_run(tmp_path, "base") / "events.jsonl") if e["event"] == "saved"]
     found = read_lineage(_run(tmp_path, "fork"))
     assert found is not None and found.parent.digest == next(e["everything"] for e in saved if e["step"] == AT)
@@ -267,6 +267,7 @@ def test_a_dry_run_refuses_what_could_not_begin(tmp_path: Path, called: Callable
     assert not (base / "pins").exists() and [each.name for each in base.parent.iterdir()].count("base-at-4") == 0
 
 
+@SLOW
 def test_a_chain_of_three_forks_is_audited_to_its_root(tmp_path: Path, called: Callable[..., tuple[int, str]]) -> None:
     """By the command, each with another change; then with a number in the middle of the chain that was changed."""
     trajectory(_config(tmp_path, train={"max_steps": 16}), 1, stop_after=8)

@@ -22,10 +22,14 @@ def config_of(directory: Path, name: str, train: dict[str, Any], **sections: Any
 
 @pytest.mark.parametrize(
     ("function", "worlds"),
-    [("by_length", (3,)), pytest.param("by_length", (2, 4), marks=SLOW), pytest.param("focal", (2, 3, 4), marks=SLOW)],
+    [
+        ("own_losses:by_length", (3,)),
+        pytest.param("own_losses:by_length", (2, 4), marks=SLOW),
+        pytest.param("own_code:focal", (2, 3, 4), marks=SLOW),
+    ],
 )
 def test_worlds_agree(tmp_path: Path, function: str, worlds: tuple[int, ...]) -> None:
-    own = {"loss": f"tests.own_code:{function}"}
+    own = {"loss": f"tests.{function}"}
     alone = trajectory(config_of(tmp_path, "alone", own), 1)
     without = trajectory(config_of(tmp_path, "without", {}), 1)
     assert all(abs(a["loss"] / b["loss"] - 1) > 1e-3 for a, b in zip(alone, without, strict=True)), "it does nothing"
@@ -61,7 +65,7 @@ def test_with_exact_sums_worlds_agree_to_the_bit_and_it_goes_on(tmp_path: Path) 
 @pytest.mark.slow
 def test_ranks_that_share_layers_agree(tmp_path: Path) -> None:
     """Each has a part of the vocabulary, and all of every document."""
-    own, rows = {"loss": "tests.own_code:by_length"}, []
+    own, rows = {"loss": "tests.own_losses:by_length"}, []
     for name, world, mesh in (("alone", 1, {}), ("shared", 2, {"tensor": 2})):
         parallel = {"precision": "fp64", "mesh": mesh}
         rows.append(trajectory(config_of(tmp_path, name, own, architecture=LLAMA, parallel=parallel), world))

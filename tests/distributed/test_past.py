@@ -14,7 +14,7 @@ from raytune_fsdp.base.batch import StepBatches, StopReason
 from raytune_fsdp.cli.main import main
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.tools.audit.past import past_place, past_step
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config, write_tokens
 
 STEPS, STOPPED = 22, 9
@@ -45,8 +45,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[FinetuneConfig, Path]
     )
     given = directory / "given"
     given.mkdir()
-    run_ranks(_train, 2, config.model_dump(), given, STOPPED)
-    run_ranks(_train, 3, config.model_dump(), given, None)
+    resident_ranks(_train, 2, config.model_dump(), given, STOPPED)
+    resident_ranks(_train, 3, config.model_dump(), given, None)
     return config, given
 
 

@@ -56,12 +56,12 @@ def test_bit_equal_at_the_same_world_size(tmp_path: Path, precision: str, world:
 
 def test_other_world_sizes_see_the_same_samples_and_losses(tmp_path: Path) -> None:
     """2 -> 4 -> 3 -> 1 ranks, each leaving at a step of its own, against one run at two ranks."""
-    parallel = {"precision": "fp64"}
-    whole = trajectory(make_config(tmp_path, DROPOUT, train=TRAIN, parallel=parallel), 2)
-    config = make_config(tmp_path, DROPOUT, run={"name": "moved"}, train=TRAIN, parallel=parallel)
-    for world, stop_after in ((2, 3), (4, 5), (3, 9), (1, None)):
+    train, parallel = {**TRAIN, "max_steps": 8}, {"precision": "fp64"}
+    whole = trajectory(make_config(tmp_path, DROPOUT, train=train, parallel=parallel), 2)
+    config = make_config(tmp_path, DROPOUT, run={"name": "moved"}, train=train, parallel=parallel)
+    for world, stop_after in ((2, 3), (4, 5), (3, 7), (1, None)):
         rows = trajectory(config, world, stop_after=stop_after)
-    assert len(rows) == 12
+    assert len(rows) == 8
     for key in ("loss", "grad_norm"):
         assert largest_difference(whole, rows, key) < 1e-10
     steps = [line for line in read_metrics(run_dir(config) / "metrics.jsonl") if line["kind"] == "step"]
@@ -270,18 +270,19 @@ def train_in_the_older_order(values: Any, stop_after: int | None = None) -> bool
 
 def test_resume_tokenizes_at_most_one_window_again(tmp_path: Path) -> None:
     """Stopped in the middle of an epoch, the cache lost, continued on another world size: the same samples."""
-    write_tokens(tmp_path / "tokens.jsonl", rows=700)
+    write_tokens(tmp_path / "tokens.jsonl", rows=350)
     write_tokenizer(tmp_path / "tokenizer")
-    train = {**TRAIN, "max_steps": 24}
-    whole = trajectory(make_config(tmp_path, train=train), 1)
-    (once,) = windows_built(make_config(tmp_path, train=train))
+    data = {"window": 16}
+    whole = trajectory(make_config(tmp_path, train=TRAIN, data=data), 1)
+    (once,) = windows_built(make_config(tmp_path, train=TRAIN, data=data))
     assert once > 10 and whole[-1]["epoch"] < 1
-    kept = make_config(tmp_path, run={"name": "kept"}, train=train)
-    lost = make_config(tmp_path, run={"name": "lost"}, train=train, data={"cache": {"path": str(tmp_path / "lost")}})
-    for config, again in ((kept, [0, 0]), (lost, None)):
-        trajectory(config, 2, stop_after=11)
+    kept = make_config(tmp_path, run={"name": "kept"}, train=TRAIN, data=data)
+    elsewhere = {**data, "cache": {"path": str(tmp_path / "lost")}}
+    lost = make_config(tmp_path, run={"name": "lost"}, train=TRAIN, data=elsewhere)
+    for config, worlds, again in ((kept, (1, 2), [0, 0]), (lost, (2, 3), None)):
+        trajectory(config, worlds[0], stop_after=5)
         shutil.rmtree(tmp_path / "lost", ignore_errors=True)
-        assert [row["samples"] for row in trajectory(config, 3)] == [row["samples"] for row in whole]
+        assert [row["samples"] for row in trajectory(config, worlds[1])] == [row["samples"] for row in whole]
         built = windows_built(config)
         assert built == again if again is not None else sum(built) - once in (0, 1)
 
@@ -296,16 +297,18 @@ def windows_built(config: Any) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_other_strategies_continue_the_same_run(tmp_path: Path) -> None:
-    whole = trajectory(make_config(tmp_path, LLAMA, train=TRAIN), 2)
+    train = {**TRAIN, "max_steps": 6}
+    whole = trajectory(make_config(tmp_path, LLAMA, train=train), 1)
     segments = (
-        (2, {"strategy": "full_shard"}, 4),
-        (4, {"strategy": "hybrid_shard", "shard_size": 2}, 8),
+        (2, {"strategy": "full_shard"}, 2),
+        (4, {"strategy": "hybrid_shard", "shard_size": 2}, 4),
         (3, {"strategy": "replicate"}, None),
     )
     for world, parallel, stop_after in segments:
         config = make_config(
-            tmp_path, LLAMA, run={"name": "moved"}, train=TRAIN, parallel={"precision": "fp64", **parallel}
+            tmp_path, LLAMA, run={"name": "moved"}, train=train, parallel={"precision": "fp64", **parallel}
         )
         rows = trajectory(config, world, stop_after=stop_after)
     assert largest_difference(whole, rows, "loss") < 1e-8

@@ -106,7 +106,7 @@ def test_training_goes_on_while_checkpoints_are_written(tmp_path: Path, whole: A
 
 def test_a_save_that_is_due_too_early_waits_for_the_one_before(tmp_path: Path, whole: Any) -> None:
     config = make_config(tmp_path, DROPOUT, train=TRAIN, checkpoint={"every": 2, "keep_last": None})
-    run_ranks(train, 2, config.model_dump(), 0.02, {"kind": "stall", "rank": 1, "serial": 2, "seconds": 2.0})
+    run_ranks(train, 2, config.model_dump(), 0.02, {"kind": "stall", "rank": 1, "serial": 2, "seconds": 1.0})
     assert read_trajectory(run_dir(config) / "metrics.jsonl") == whole
     steps = [found.step for found in checkpoints(run_dir(config))]
     assert steps[0] == 2 and steps[-1] == 24
@@ -281,11 +281,12 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_good(
     ("rank", "kind", "told", "pause", "seconds"),
     [
         (3, "killed", "its writer", 0.1, 0),
-        pytest.param(1, "ENOSPC", "ENOSPC", 0.1, 0, marks=SLOW),
-        pytest.param(2, "stall", LATE, 1.5, 5, marks=SLOW),
-        pytest.param(3, "stall", LATE, 11, 60, marks=SLOW),
+        (1, "ENOSPC", "ENOSPC", 0.1, 0),
+        (2, "stall", LATE, 1.5, 5),
+        (3, "stall", LATE, 11, 60),
     ],
 )
+@SLOW
 def test_a_save_for_which_hashes_are_missing_fails_and_the_next_one_has_all(
     tmp_path: Path, rank: int, kind: str, told: str, pause: float, seconds: float
 ) -> None:

@@ -29,13 +29,13 @@ def test_only_ranks_that_are_being_started_leave(monkeypatch: pytest.MonkeyPatch
     assert gone == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        pytest.param(
+        (
             "script.py",
             "each rank is a new process that imports your script, which calls finetune() again: put the call ",
-            marks=pytest.mark.slow,
         ),
         ("-", "a script from standard input cannot start several ranks on this machine, because each imports it: save"),
     ],

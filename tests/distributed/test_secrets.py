@@ -68,7 +68,8 @@ def test_planted_secrets_stay_out_of_everything_that_is_written_or_shown(
     written.chmod(0o644)
     uri = f"http://alice:{PASSWORD}@127.0.0.1:9"
     monkeypatch.setattr(following, "LAST_PAUSES_SECONDS", 0.05)
-    shown = train("--train.max_steps=3", f"--tracking.mlflow.uri={uri}", "--no-export.at_end")
+    refused = (f"--tracking.mlflow.uri={uri}", "--wait-for-tracking=3")
+    shown = train("--train.max_steps=3", *refused, "--no-export.at_end")
     assert "http://127.0.0.1:9" in shown or not mlflow_installed()
     events = read_events(runs / "run" / "events.jsonl")
     (changed,) = [each["fields"] for each in events if each["event"] == SETTINGS_CHANGED]

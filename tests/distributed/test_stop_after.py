@@ -53,7 +53,8 @@ def test_a_run_in_segments_is_the_run_in_one(tmp_path: Path) -> None:
     assert trajectory(part, 1) == trajectory(whole, 1) and evaluations(part) == evaluations(whole)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_on_several_ranks(tmp_path: Path, world: int) -> None:
     part, whole = config_of(tmp_path, "part", stop_after=6), config_of(tmp_path, "whole")
     assert len(trajectory(part, world)) == 6 and [*evaluations(part)] == [4]

@@ -162,7 +162,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, floa
     return directory, expected
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 3))])
 def test_what_is_measured_is_what_a_plain_loop_measures(made: tuple[Path, dict[str, float]], world: int) -> None:
     directory, expected = made
     conversation = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]}
