@@ -738,7 +738,7 @@ def test_a_head_that_refuses_this_shell_is_known_by_what_ray_says(status: int, t
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address, token = (
             f"http://127.0.0.1:{server.server_port}",
             {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64},

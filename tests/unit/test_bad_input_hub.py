@@ -60,7 +60,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
@@ -130,7 +130,7 @@ def test_a_cache_that_cannot_be_written() -> None:
     """The hub answers, and its files have no place here."""
     home = Path("/proc/nowhere")  # no directory can be made there, not even by root
     with ThreadingHTTPServer(("127.0.0.1", 0), Public) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         (line,) = locate(f"http://127.0.0.1:{server.server_address[1]}", home, ("a/b", None), quiet=False)
         server.shutdown()
     says(line, f"error: model.path=a/b: HF_HOME={home} cannot be written", "set HF_HOME to a place")
