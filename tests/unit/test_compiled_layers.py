@@ -32,7 +32,7 @@ from tests.ranks import run_ranks
 from tests.runs import LLAMA, make_config
 
 CPU = torch.device("cpu")
-DEEP = {**LLAMA, "num_hidden_layers": 18, "tie_word_embeddings": False}
+DEEP = {**LLAMA, "num_hidden_layers": 10, "tie_word_embeddings": False}
 """More layers than a function may have graphs."""
 
 DOCUMENTS = ((7, 3, 9), (11, 8)), ((2, 3, 3, 4, 7), (18, 1)), ((5, 14), (6, 6, 7))
