@@ -134,7 +134,7 @@ def of(found: Any, check: str) -> dict[str, str]:
     return result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_healthy_machine_passes_and_stays_as_it_was(tmp_path: Path) -> None:
     config = make_config(tmp_path, tracking={"console": False, "mlflow": {"enabled": True}})
     (tmp_path / "config.yaml").touch()
