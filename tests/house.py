@@ -34,6 +34,10 @@ class House:
     long_functions: list[str] = field(default_factory=list)
     classes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """Public classes by name, with the files that have one."""
+    named: set[str] = field(default_factory=set)
+    """What code names, other than where it is defined or imported."""
+    top: list[tuple[str, str]] = field(default_factory=list)
+    """Functions that are in nothing else: the file, and the name."""
 
     @property
     def same_names(self) -> list[str]:
@@ -56,11 +60,14 @@ class House:
         return "\n".join(f"{what:32} {number}" for what, number in rows)
 
 
-def look_at(package: Path = PACKAGE) -> House:
-    """Count the Python files of a package."""
+def look_at(package: Path = PACKAGE, *, comments: bool = True) -> House:
+    """Count the Python files of a package. Its comments take as long as all else."""
     house = House()
     for file in sorted(package.rglob("*.py")):
-        count(house, str(file.relative_to(package)), file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        count(house, str(file.relative_to(package)), text)
+        if comments:
+            count_comments(house, text)
     return house
 
 
@@ -70,18 +77,13 @@ def count(house: House, file: str, text: str) -> None:
     house.lines += len(lines)
     if len(lines) > MAX_FILE_LINES:
         house.long_files.append(f"{file} ({len(lines)})")
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            alone = not token.line[: token.start[1]].strip()
-            house.comment_lines += alone
-            house.comments_after_code += not alone
-
     tree = ast.parse(text)
     named = Counter(
         node.id if isinstance(node, ast.Name) else node.attr
         for node in ast.walk(tree)
         if isinstance(node, ast.Name | ast.Attribute)
     )
+    house.named |= named.keys()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             house.functions += 1
@@ -91,8 +93,18 @@ def count(house: House, file: str, text: str) -> None:
             if node.name.startswith("_") and not node.name.endswith("__") and named[node.name] == 1:
                 house.used_once.append(f"{file}:{node.lineno} {node.name}")
     for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            house.top.append((file, node.name))
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             house.classes[node.name].append(file)
+
+
+def count_comments(house: House, text: str) -> None:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            alone = not token.line[: token.start[1]].strip()
+            house.comment_lines += alone
+            house.comments_after_code += not alone
 
 
 def listed(found: list[str]) -> str:

@@ -85,7 +85,7 @@ class FakeHub(ThreadingHTTPServer):
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
     with FakeHub() as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        threading.Thread(target=hub.serve_forever, args=(0.02,), daemon=True).start()
         yield hub
         hub.shutdown()
 

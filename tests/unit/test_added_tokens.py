@@ -82,21 +82,33 @@ WHOLE = ["embed_tokens", "lm_head"]
     ("model", "method", "frozen", "way_out"),
     [
         ("llama", LORA, "lm_head.weight, model.embed_tokens.weight", r"modules_to_save \(\[embed_tokens, lm_head\]\)"),
-        ("llama", {**LORA, "modules_to_save": ["lm_head"]}, "model.embed_tokens.weight", r"\(\[embed_tokens\]\)"),
+        pytest.param(
+            "llama",
+            {**LORA, "modules_to_save": ["lm_head"]},
+            "model.embed_tokens.weight",
+            r"\(\[embed_tokens\]\)",
+            marks=pytest.mark.slow,
+        ),
         ("llama", {**LORA, "modules_to_save": WHOLE}, "", ""),
-        ("llama", {**LORA, "target_modules": ["q_proj", *WHOLE]}, "", ""),
-        ("llama", {"type": "ia3"}, "lm_head.weight, model.embed_tokens.weight", r"method.modules_to_save \("),
+        pytest.param("llama", {**LORA, "target_modules": ["q_proj", *WHOLE]}, "", "", marks=pytest.mark.slow),
+        pytest.param(
+            "llama",
+            {"type": "ia3"},
+            "lm_head.weight, model.embed_tokens.weight",
+            r"method.modules_to_save \(",
+            marks=pytest.mark.slow,
+        ),
         (
             "llama",
             {"type": "freeze", "trained": ["layers"]},
             "lm_head.weight, model.emb",
             r"trained \(\[embed_.*head\]",
         ),
-        ("llama", {"type": "freeze", "trained": WHOLE}, "", ""),
+        pytest.param("llama", {"type": "freeze", "trained": WHOLE}, "", "", marks=pytest.mark.slow),
         ("qwen3", LORA, "model.embed_tokens.weight", r"method.type=freeze with method.trained=\[embed_tokens\], or "),
         ("qwen3", {"type": "freeze", "trained": ["embed_tokens"]}, "", ""),
-        ("qwen3", {"type": "full"}, "", ""),
-    ],
+        pytest.param("qwen3", {"type": "full"}, "", "", marks=pytest.mark.slow),
+    ],  # fmt: skip
 )
 def test_rows_that_stay_as_they_begin_are_named_with_a_way_out_that_works(
     tmp_path: Path, model: str, method: dict[str, Any], frozen: str, way_out: str, caplog: pytest.LogCaptureFixture

@@ -320,7 +320,7 @@ def test_weights_that_are_made_in_fp32_whatever_the_type(refused: Refused) -> No
     says(line, "parallel.precision=bf16_pure", "ZambaForCausalLM keeps model.layers.0.mamba.A_log in fp32", "=bf16")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_networks_that_are_no_causal_decoders(refused: Refused) -> None:
     bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     says(refused(**drawn("bert", **bert)), "'bert' is an encoder", "choose a decoder")
@@ -365,7 +365,7 @@ def test_packing_needs_positions(refused: Refused, tmp_path: Path) -> None:
     says(line, "data.packing=best_fit", "BloomForCausalLM takes no position_ids", "set data.packing=none")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_wrong_request_ends_the_process_with_2(tmp_path: Path, model: Path) -> None:
     """The same through a process of its own, with nothing imported before."""
     (model / INDEX).unlink()

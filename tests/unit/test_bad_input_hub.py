@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,37 @@ pytestmark = pytest.mark.thorough
 LIMIT_SECONDS = 10
 
 NAMES = """
-import json, sys, time
+import json, os, sys, time
 from raytune_fsdp.base.errors import ModelError
 from raytune_fsdp.model.directory.files import locate
-import huggingface_hub
-for name, revision in json.loads(sys.argv[1]):
-    started = time.monotonic()
-    try:
-        found = str(locate(name, revision, field="model.path", weights=True))
-    except ModelError as error:
-        found = "error: " + str(error)
-    print(json.dumps([found, time.monotonic() - started]))
+assert "huggingface_hub" not in sys.modules
+
+def work(environment, names, said):
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in (1, 2):
+        os.dup2(os.open(f"{said}{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    import huggingface_hub
+    for name, revision in names:
+        started = time.monotonic()
+        try:
+            found = str(locate(name, revision, field="model.path", weights=True))
+        except ModelError as error:
+            found = "error: " + str(error)
+        print(json.dumps([found, time.monotonic() - started]), flush=True)
+
+for line in sys.stdin:
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            work(*json.loads(line))
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitpid(pid, 0)[1], flush=True)
 """
-"""A process of its own: the hub's library reads its environment only once."""
+"""The hub's library reads its environment when it is imported: this process forks one for each."""
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -60,7 +78,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
@@ -78,18 +96,35 @@ def environment(endpoint: str, cache: Path) -> dict[str, str]:
     return {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
 
 
-def locate(endpoint: str, cache: Path, *names: tuple[str, str | None], quiet: bool = True) -> list[str]:
-    """Where those models are, or the error; each within the limit. `quiet`: the hub's library says nothing."""
-    command = [sys.executable, "-c", NAMES, json.dumps(names)]
-    done = subprocess.run(command, env=environment(endpoint, cache), capture_output=True, text=True, check=True)
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert quiet == (done.stderr == "") and len(answers) == len(names)
-    for found, seconds in answers:
-        assert seconds < LIMIT_SECONDS, f"{seconds:.1f} s for: {found}"
-    return [found for found, _ in answers]
+Locate = Callable[..., list[str]]
 
 
-def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def locate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locate]:
+    said = tmp_path_factory.mktemp("said") / "by-"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMES], env=kept, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+
+        def found(endpoint: str, cache: Path, *names: tuple[str, str | None], quiet: bool = True) -> list[str]:
+            """Where those models are, or the error; each within the limit. `quiet`: the hub's library says nothing."""
+            print(json.dumps([environment(endpoint, cache), names, str(said)]), file=stdin, flush=True)
+            status, printed, error = stdout.readline(), Path(f"{said}1").read_text(), Path(f"{said}2").read_text()
+            assert status == "0\n", error
+            answers = [json.loads(line) for line in printed.splitlines()]
+            assert quiet == (error == "") and len(answers) == len(names)
+            for place, seconds in answers:
+                assert seconds < LIMIT_SECONDS, f"{seconds:.1f} s for: {place}"
+            return [place for place, _ in answers]
+
+        yield found
+        process.kill()
+
+
+def test_a_hub_that_refuses(hub: str, locate: Locate, tmp_path: Path) -> None:
     names = ["s403/GatedRepo", "s401/GatedRepo", "s404/RepoNotFound", "s401/RepoNotFound", "s401/any", "s500/any"]
     asked = [*((name, None) for name in names), ("s404/RevisionNotFound", "v9")]
     gated, gated_too, missing, private, token, down, revision = locate(hub, tmp_path, *asked)
@@ -102,7 +137,7 @@ def test_a_hub_that_refuses(hub: str, tmp_path: Path) -> None:
     says(revision, "error: model.path=s404/RevisionNotFound at revision v9: ", "no such revision")
 
 
-def test_no_network(tmp_path: Path) -> None:
+def test_no_network(locate: Locate, tmp_path: Path) -> None:
     (line,) = locate("http://127.0.0.1:9", tmp_path, ("someone/some-model", None))
     says(line, "error: model.path=someone/some-model: ", "hub cannot be reached", "refused", "give the path")
     assert "\n" not in line
@@ -126,11 +161,11 @@ class Public(Hub):
     do_HEAD = do_GET
 
 
-def test_a_cache_that_cannot_be_written() -> None:
+def test_a_cache_that_cannot_be_written(locate: Locate) -> None:
     """The hub answers, and its files have no place here."""
     home = Path("/proc/nowhere")  # no directory can be made there, not even by root
     with ThreadingHTTPServer(("127.0.0.1", 0), Public) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         (line,) = locate(f"http://127.0.0.1:{server.server_address[1]}", home, ("a/b", None), quiet=False)
         server.shutdown()
     says(line, f"error: model.path=a/b: HF_HOME={home} cannot be written", "set HF_HOME to a place")
@@ -138,12 +173,12 @@ def test_a_cache_that_cannot_be_written() -> None:
 
 
 @pytest.mark.slow
-def test_a_hub_that_never_answers(silent_hub: str, tmp_path: Path) -> None:
+def test_a_hub_that_never_answers(silent_hub: str, locate: Locate, tmp_path: Path) -> None:
     (line,) = locate(silent_hub, tmp_path, ("someone/some-model", None))
     says(line, "hub cannot be reached", f"no answer within {HUB_SECONDS} s", "path of a downloaded model")
 
 
-def test_a_model_in_the_cache_needs_no_network(tmp_path: Path) -> None:
+def test_a_model_in_the_cache_needs_no_network(locate: Locate, tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "hub" / "models--someone--some-model"
     snapshot = repository / "snapshots" / commit

@@ -169,7 +169,8 @@ def test_what_ran_before_a_failure_does_not_move_the_random_numbers() -> None:
     assert compiler.failure is not None and len(graphs) == 2, "it failed in the second graph"
 
 
-def test_past_the_limit_of_graphs_blocks_run_eagerly() -> None:
+def test_past_the_limit_of_graphs_blocks_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # the limit is that of any backend
     compiler = Compiler()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=2):

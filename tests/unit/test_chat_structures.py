@@ -113,8 +113,10 @@ def test_there_are_thirty_structures() -> None:
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_masks_of_a_structure_with_five_tokenizers(name: str) -> None:
-    for tokenizer in TOKENIZERS:
+def test_masks_of_a_structure(name: str) -> None:
+    """With the tokenizer that tells most, and with one of the other four; all five read a thousand conversations."""
+    first, *others = TOKENIZERS
+    for tokenizer in (first, others[[*STRUCTURES].index(name) % len(others)]):
         assert disagreements(name, tokenizer, 6) == []
 
 

@@ -236,7 +236,9 @@ def test_another_size_of_the_terminal_is_seen(tmp_path: Path) -> None:
         assert session.end() == 0
 
 
-@pytest.mark.parametrize(("last", "code"), [("raise SystemExit(3)", 3), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    ("last", "code"), [("1 / 0", 1), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow)]
+)
 def test_whatever_ends_the_program_leaves_lines_only(tmp_path: Path, last: str, code: int) -> None:
     with on_terminal(program(3, last=last, go=tmp_path / "go")) as session:
         session.shows("loss 1.5")
@@ -246,7 +248,13 @@ def test_whatever_ends_the_program_leaves_lines_only(tmp_path: Path, last: str, 
     assert session.screen.cursor[1] == 0
 
 
-@pytest.mark.parametrize("last", ["os.kill(os.getpid(), 9)", "os._exit(4)", "import ctypes; ctypes.string_at(0)"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        "os.kill(os.getpid(), 9)",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("os._exit(4)", "import ctypes; ctypes.string_at(0)")),
+    ],
+)
 def test_a_program_that_is_killed_loses_no_line(tmp_path: Path, last: str) -> None:
     words = f"print('last words', flush=True); import faulthandler; faulthandler.enable(); {last}"
     with on_terminal(program(3, last=words, go=tmp_path / "go")) as session:
@@ -266,7 +274,13 @@ def test_ctrl_c_leaves_lines_only() -> None:
     assert session.screen.lines.count("^C") == 1 and session.screen.cursor[1] == 0
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"TERM": "dumb"},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({"CI": "true"}, {"RANK": "0", "WORLD_SIZE": "1"})),
+    ],
+)
 def test_a_terminal_that_cannot_show_it_gets_plain_lines(environment: dict[str, str]) -> None:
     with on_terminal(program(20), **environment) as session:
         assert session.end() == 0
@@ -274,6 +288,7 @@ def test_a_terminal_that_cannot_show_it_gets_plain_lines(environment: dict[str, 
     assert "step" not in session.screen.text and "line 10 Looks(live=False" in session.screen.text
 
 
+@pytest.mark.slow
 def test_no_color_is_respected_in_the_region() -> None:
     with on_terminal(program(20, pause=0.01), NO_COLOR="1") as session:
         assert session.end() == 0
@@ -284,7 +299,7 @@ def test_no_color_is_respected_in_the_region() -> None:
 def test_training_does_not_wait_for_a_stopped_terminal(tmp_path: Path) -> None:
     """Ctrl-S stops the output: without a process between them, the program would wait for Ctrl-Q."""
     done = tmp_path / "done"
-    with on_terminal(program(3000, last=f"open({str(done)!r}, 'w'); time.sleep(0.5)")) as session:
+    with on_terminal(program(1000, last=f"open({str(done)!r}, 'w'); time.sleep(0.5)")) as session:
         session.shows("loss 1.5")
         session.press(b"\x13")
         while not done.exists():  # nothing arrives from a stopped terminal

@@ -143,7 +143,7 @@ TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dic
 
 @pytest.mark.thorough
 @given(tree=TREES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_tree_survives_yaml(tree: object) -> None:
     assert spelled(parse(dump(tree))[0]) == tree
 
@@ -159,7 +159,7 @@ def test_any_tree_survives_yaml(tree: object) -> None:
     workers=st.just("auto") | st.integers(1, 10**6),
     schedule=st.sampled_from([{"type": "constant"}, {"type": "linear", "floor": 0.1}, {"type": "wsd", "decay": 1e-3}]),
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_config_survives_a_dump(tmp_path: Path, **drawn: object) -> None:
     config = FinetuneConfig.model_validate(
         {

@@ -327,7 +327,7 @@ FLAGS = st.lists(st.tuples(st.sampled_from(PATHS) | st.text(max_size=6), st.none
 
 @pytest.mark.thorough
 @given(flags=FLAGS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_whatever_is_typed_is_a_config_or_a_config_error(flags: list[tuple[str, str | None]]) -> None:
     with suppress(ConfigError):
         load_config(None, [f"--{path}" if text is None else f"--{path}={text}" for path, text in flags])

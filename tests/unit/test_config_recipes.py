@@ -68,6 +68,7 @@ def test_recipe_plans_on_the_hardware_it_names_and_fits_there(recipe: Path) -> N
         assert world == 1 or plan.layout.shard_size * plan.layout.tensor % 8 == 0, "copies of the model are whole nodes"
 
 
+@pytest.mark.slow
 def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
     """By the shapes of the network, with every layer."""
     pytest.importorskip("peft")

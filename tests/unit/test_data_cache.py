@@ -55,7 +55,7 @@ def test_comes_back_as_it_was(cache: WindowCache, window: Window) -> None:
     assert cache.read(1, 3) is None and cache.read(0, 2) is None
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_windows_are_written_and_read_without_pandas(tmp_path: Path) -> None:
     """Importing it takes a process about a second, in which nothing can be trained."""
     code = (

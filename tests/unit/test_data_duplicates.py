@@ -308,6 +308,7 @@ def test_the_keys_of_rows_are_read_once_and_by_several_processes_alike(
     assert kept[0] == kept[1] and kept[0].keys() == {"loose", "exact"}
 
 
+@pytest.mark.slow
 def test_what_a_process_that_reads_keys_cannot_read_is_said_as_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,7 +306,7 @@ ENDS = {"chatml": "<|im_end|>", "llama-2": " <|endoftext|>", "llama-3": "<|eot_i
 
 
 @pytest.mark.thorough
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(sorted(ENDS)),
     system=st.none() | WORDS,
@@ -348,7 +348,7 @@ TEXT = st.lists(
 
 
 @pytest.mark.thorough
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     which=st.sampled_from(["demo", "always", "first", "prepend"]),
     parts=st.lists(st.tuples(TEXT, st.booleans()), min_size=1, max_size=6),
@@ -395,7 +395,7 @@ def swallowing_and_prefixing() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.thorough
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @example(tokenizer=swallowing_and_prefixing, parts=[(" q</s> ", False), ("7", True), ("x", False)])
 @given(
     tokenizer=st.sampled_from([demo, chat, normalizing, swallowing, swallowing_and_prefixing]),

@@ -57,7 +57,7 @@ def kept(length: int, mixture: dict[str, Any]) -> int:
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(mixture=mixtures())
 def test_every_row_as_often_as_its_weight_and_nothing_lost_but_by_policy(mixture: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -89,7 +89,7 @@ def test_every_row_as_often_as_its_weight_and_nothing_lost_but_by_policy(mixture
 
 
 @pytest.mark.thorough
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(mixture=mixtures(), data=st.data())
 def test_one_stream_for_all_worlds_from_every_step(mixture: dict[str, Any], data: st.DataObject) -> None:
     blocks, micro = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
@@ -110,7 +110,7 @@ def test_one_stream_for_all_worlds_from_every_step(mixture: dict[str, Any], data
             ]
 
         stream = [each.sample.id for each in islice(Stream(windows, seed=5).samples(Cursor()), last * batch)]
-        for world in (1, 2, 3, 4, 7):
+        for world in (1, 3, 7):
             whole = ranks(world, 1, Cursor())
             assert interleaved(whole, blocks) == stream
             cursor = max((b for rank in whole for b in rank[start - 1].micro_batches), key=lambda b: b.index).after

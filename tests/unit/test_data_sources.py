@@ -110,7 +110,7 @@ _values = st.recursive(
 
 
 @pytest.mark.thorough
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".jsonl.gz", ".csv.zst"])
 def test_any_rows_come_back_as_they_were_written(

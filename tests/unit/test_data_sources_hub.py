@@ -91,7 +91,7 @@ def hub() -> Iterator[tuple[type[Hub], str]]:
     files = {"data/train-0.parquet": sink.getvalue().to_pybytes(), "README.md": b"# chats\n"}
     answers = type("Answers", (Hub,), {"files": files, "commit": "a" * 40, "seen": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield answers, f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -54,7 +54,7 @@ def content(suffix: str) -> bytes:
     return gzip.compress(lines, 1) if suffix == ".gz" else lines
 
 
-@pytest.fixture(params=["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+@pytest.fixture(params=["rows.jsonl", pytest.param("rows.jsonl.gz", marks=pytest.mark.slow), "rows.parquet"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path: Path = tmp_path / request.param
     path.write_bytes(content(path.suffix))
@@ -336,7 +336,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert _peak_of(work) < 40
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_memory_of_writing_and_reading_parquet(tmp_path: Path) -> None:
     # One row group of 200 MB: as bad as it gets.
     text = random.Random(0).randbytes(1000).hex()

@@ -50,6 +50,13 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "HANGS_SECONDS", 100.0)
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports torch or Ray is named, and not waited for."""
+    monkeypatch.setattr(deadline, "SECONDS", 0.0)
+    monkeypatch.setattr(deadline, "_LEAST_SECONDS", 2.0)
+
+
 def only(findings: list[Finding], check: str) -> Finding:
     (found,) = [each for each in findings if each.check == check and each.status != "ok"]
     return found
@@ -73,7 +80,7 @@ def answering(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
@@ -127,7 +134,7 @@ def of(found: Any, check: str) -> dict[str, str]:
     return result
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_healthy_machine_passes_and_stays_as_it_was(tmp_path: Path) -> None:
     config = make_config(tmp_path, tracking={"console": False, "mlflow": {"enabled": True}})
     (tmp_path / "config.yaml").touch()
@@ -143,7 +150,7 @@ def test_a_healthy_machine_passes_and_stays_as_it_was(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("hasty")
 def test_without_a_config_the_machine_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     facts = checkup.Checkup(None).findings()
     assert {"versions", "limits", "attention"} <= {each.check for each in facts}
@@ -151,6 +158,7 @@ def test_without_a_config_the_machine_is_checked(capsys: pytest.CaptureFixture[s
     assert "--network measures between the workers of a run: add --config FILE" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("hasty")
 def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
     config = make_config(tmp_path, run={"storage": "/proc/runs"})
     found = only(checkup.Checkup(config).findings(), "storage")

@@ -43,7 +43,7 @@ def test_two_calls_at_once_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_wait_for_the_first_one_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun it prepares for all. To wait in the process group would end after cluster.collective_minutes."""
     monkeypatch.setattr(local, "_SIGN_SECONDS", 0.01)
-    meeting, minutes = Meeting(HashStore(), 0, 2, "a"), 0.5 / 60
+    meeting, minutes = Meeting(HashStore(), 0, 2, "a"), 0.25 / 60
     joined = Event()
     other = Thread(target=lambda: local._wait_for_rank0(meeting, minutes) and joined.set(), daemon=True)
     other.start()

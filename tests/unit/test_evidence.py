@@ -223,10 +223,10 @@ def test_what_the_machine_lacks_is_no_failure(tmp_path: Path) -> None:
 
 def test_a_piece_that_dies_or_hangs_costs_only_itself(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    call(tmp_path, [piece("dies", killed), piece("hangs", endless, seconds=2, pids=str(pids)), piece("well")])
+    call(tmp_path, [piece("dies", killed), piece("hangs", endless, seconds=1, pids=str(pids)), piece("well")])
     found = saved(tmp_path)
     assert found["dies"]["error"] == "its process died: SIGKILL"
-    assert found["hangs"]["error"] == "stopped after 2 s, its limit"
+    assert found["hangs"]["error"] == "stopped after 1 s, its limit"
     assert found["well"]["status"] == DONE
     wait_until(lambda: all(map(is_gone, json.loads(pids.read_text()))))
 

@@ -153,8 +153,15 @@ def sample(lengths: list[int], first: int, padding: int = 0) -> PackedSample:
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("llama", each) for each in ("full", "freeze", "head", "lora")]
-    + [("mixtral", "full"), ("mixtral", "lora"), ("qwen3_moe", "full"), ("gpt_oss", "full"), ("qwen3", "full")],
+    [
+        ("llama", "full"),
+        ("llama", "head"),
+        ("llama", "lora"),
+        ("mixtral", "lora"),
+        ("qwen3_moe", "full"),
+        pytest.param("llama", "freeze", marks=pytest.mark.slow),
+        *(pytest.param(name, "full", marks=pytest.mark.slow) for name in ("mixtral", "gpt_oss", "qwen3")),
+    ],  # fmt: skip
 )
 def test_the_count_is_what_the_products_of_a_real_pass_take(name: str, method: str) -> None:
     if method == "lora":

@@ -54,7 +54,8 @@ template.main(Path(directory), Path(package), "1", begun_as)
 """
 IMPATIENT = """
 import sys
-from raytune_fsdp.launch.ray.forked import ask
+sys.path.insert(0, sys.argv.pop(1))
+import ask
 ask.ANSWER_SECONDS = 0.5
 ask.main(sys.argv[1], sys.argv[2:])
 """
@@ -62,6 +63,10 @@ WORKER = """
 import gc, json, os, random, resource, signal, sys, threading, time
 threads = len(os.listdir("/proc/self/task"))  # before numpy makes some
 forked = bool({"torch", "a_module_of_code"} & sys.modules.keys())
+if "plain" in sys.argv:  # to import torch takes seconds where nobody has
+    print(json.dumps({"forked": forked, "env": dict(os.environ)}), flush=True)
+    time.sleep(300 * ("wait" in sys.argv))
+    sys.exit(3)
 import numpy, torch
 files = [int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")]
 facts = {
@@ -156,7 +161,9 @@ def until(what: Callable[[], object], seconds: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    found = Node(tmp_path_factory.mktemp("node") / "t")
+    directory = tmp_path_factory.mktemp("node")
+    (directory / "a_module_of_code.py").write_text("value = 1\n")
+    found = Node(directory / "t", names="torch numpy a_module_of_code")
     connection = found.connected()
     yield found
     templates.release(connection)
@@ -223,7 +230,7 @@ def test_ray_is_not_imported_before_a_fork(node: Node) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_another_environment_is_refused(node: Node, change: dict[str, str]) -> None:
-    found = node.facts(env={**node.env, **change})
+    found = node.facts("plain", env={**node.env, **change})
     assert not found["forked"] and {name: found["env"][name] for name in change} == change
     assert f"the environment differs in {next(iter(change))}" in node.log()
 
@@ -231,7 +238,7 @@ def test_another_environment_is_refused(node: Node, change: dict[str, str]) -> N
 def test_another_program_is_refused(node: Node, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(WORKER)
-    done = subprocess.run([node.directory / LAUNCHER, other], env=node.env, capture_output=True, text=True)
+    done = subprocess.run([node.directory / LAUNCHER, other, "plain"], env=node.env, capture_output=True, text=True)
     assert not json.loads(done.stdout)["forked"] and f"{other} is not {node.script}" in node.log()
 
 
@@ -298,23 +305,20 @@ def test_workers_live_on_without_their_templates_and_new_ones_start_as_usual(tmp
     kept.close()
 
 
-def test_who_gives_up_becomes_the_worker_and_there_is_no_second_one(tmp_path: Path) -> None:
+def test_who_gives_up_becomes_the_worker_and_there_is_no_second_one(node: Node) -> None:
     """Ray would have two processes with the identity of one worker."""
-    node = Node(tmp_path / "t")
-    kept = node.connected()
-    assert node.facts()["forked"]
+    assert node.facts("plain")["forked"]
     stopped = node.processes()
     for each in stopped:
         each.suspend()
-    program = [sys.executable, "-c", IMPATIENT, str(node.directory / SOCKET)]
-    asked = node.start("wait", program=program)
+    program = [sys.executable, "-c", IMPATIENT, str(Path(ask.__file__).parent), str(node.directory / SOCKET)]
+    asked = node.start("plain", "wait", program=program)
     assert asked.stdout is not None and not json.loads(asked.stdout.readline())["forked"]
     for each in stopped:
         each.resume()
-    time.sleep(1)
-    assert {each.pid for each in node.processes()} - {asked.pid} == {each.pid for each in stopped}, "there is a fork"
+    assert node.facts("plain")["forked"]  # it has looked at the one before, too
+    until(lambda: {each.pid for each in node.processes()} - {asked.pid} == {each.pid for each in stopped}, 10.0)
     asked.kill()
-    templates.release(kept)
 
 
 @pytest.mark.slow
@@ -330,27 +334,31 @@ def test_it_ends_when_nobody_wants_it(tmp_path: Path) -> None:
     until(lambda: not node.directory.exists() and not node.processes())
 
 
-def test_code_that_was_written_meanwhile_is_not_what_it_has_imported(tmp_path: Path) -> None:
-    module = tmp_path / "a_module_of_code.py"
-    module.write_text("value = 1\n")
-    node = Node(tmp_path / "t", names="a_module_of_code")
-    kept = node.connected()
-    assert node.facts()["forked"]
+def test_code_that_was_written_meanwhile_is_not_what_it_has_imported(node: Node) -> None:
+    module = node.directory.parent / "a_module_of_code.py"
+    before = module.stat()
+    assert node.facts("plain")["forked"]
     module.write_text("value = 22\n")
-    assert not node.facts()["forked"]
+    assert not node.facts("plain")["forked"]
     assert f"{module} has changed since it was imported" in node.log()
-    templates.release(kept)
+    module.write_text("value = 1\n")
+    os.utime(module, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert node.facts("plain")["forked"]
 
 
-def test_it_ends_with_its_last_driver(tmp_path: Path) -> None:
+def test_it_ends_with_its_last_driver(node: Node, tmp_path: Path) -> None:
     """A sweep that was killed may still wait for its trials when the next one has begun: they share a template."""
+    templates.release(node.connected())
+    assert node.facts("plain")["forked"]
     (tmp_path / "a_module_of_code.py").touch()
-    node = Node(tmp_path / "t", names="a_module_of_code")
-    first, second = node.connected(), node.connected()
+    other = Node(tmp_path / "t", names="a_module_of_code")
+    first, second = other.connected(), other.connected()
     templates.release(first)
-    assert node.facts()["forked"]
-    templates.release(second)
-    until(lambda: not node.directory.exists() and not node.processes(), 20.0)
+    third = templates._taken_over(other.directory, other.begun_as)
+    assert third is not None, "it has ended before its last driver"
+    for each in (second, third):
+        templates.release(each)
+    until(lambda: not other.directory.exists() and not other.processes(), 20.0)
 
 
 def test_the_template_of_a_killed_driver_serves_the_next_one_or_makes_room(
@@ -435,9 +443,10 @@ def test_nothing_is_imported_from_the_directory_that_it_is_started_in(
         (tmp_path / "theirs" / name).write_text("open('has_run', 'w')\n")
     monkeypatch.chdir(tmp_path / "theirs")
     monkeypatch.setattr(raytune_fsdp, "__file__", str(tmp_path / "__init__.py"))  # so that it ends at once
-    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 3.0)
+    monkeypatch.setattr(templates, "_BEGINS_SECONDS", 0.1)
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     assert templates.own(tmp_path / "t", "1", env) is None
+    until(lambda: not any(str(tmp_path / "t") in _command(each) for each in psutil.process_iter()))
     assert (tmp_path / "t" / templates.LOG).read_text() == "" and not Path("has_run").exists()
 
 

@@ -62,7 +62,7 @@ def alone(model: Path, tasks: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_values_are_those_of_the_tool_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

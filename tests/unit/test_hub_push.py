@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,17 @@ from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.model.directory.hub_push import check_push, push
 assert "huggingface_hub" not in sys.modules
 import huggingface_hub
-for what, name, directory, private in json.loads(sys.argv[1]):
+for line in sys.stdin:
+    what, name, directory, private = json.loads(line)
     started = time.monotonic()
     try:
-        said = check_push(name) if what == "check" else push(Path(directory), name, private=private, message="A model")
+        if what == "check":
+            said = check_push(name) and None  # the token
+        else:
+            said = push(Path(directory), name, private=private, message="A model")
     except RaytuneError as error:
         said = f"{type(error).__name__}: {error}"
-    print(json.dumps([said, time.monotonic() - started]))
+    print(json.dumps([said, time.monotonic() - started]), flush=True)
 """
 
 
@@ -70,55 +76,82 @@ def content(directory: Path) -> dict[str, bytes]:
     return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
-def say(url: str, place: Path, *asked: tuple[Any, ...], **settings: str) -> list[str]:
-    """What each of these pushes and checks says: a URL, None or the error. All in one process, and soon."""
+@contextmanager
+def pushing(url: str, place: Path, **settings: str) -> Iterator[Callable[..., str]]:
+    """A process that says for each push and check what it has led to: a URL, None or the error. And soon."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     ours = {"HF_ENDPOINT": url, "HF_TOKEN": TOKEN, "HF_HOME": str(place / "hf"), "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(asked, default=str)]
-    environment = {**kept, **ours, **settings}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(asked)
-    for said, seconds in answers:
-        assert seconds < LIMIT_SECONDS, f"{seconds:.1f} s for: {said}"
-        assert "\n" not in str(said) and "hf_" not in str(said).replace(str(place), "")
-    return [said for said, _ in answers]
+    with (
+        open(place / "errors", "a+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], env={**kept, **ours, **settings}, cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+        ) as process,
+    ):  # fmt: skip
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+
+        def say(*asked: Any) -> str:
+            print(json.dumps(asked, default=str), file=stdin, flush=True)
+            answer = stdout.readline() if select.select([stdout], [], [], 60)[0] else ""
+            assert answer, Path(errors.name).read_text()
+            said: str
+            said, seconds = json.loads(answer)
+            assert seconds < LIMIT_SECONDS, f"{seconds:.1f} s for: {said}"
+            assert "\n" not in str(said) and "hf_" not in str(said).replace(str(place), "")
+            return said
+
+        try:
+            yield say
+            stdin.close()
+            assert process.wait(60) == 0, Path(errors.name).read_text()
+        finally:
+            process.kill()
 
 
-def push(hub: FakeHub, model: Path, name: str, *, private: bool = False, **settings: str) -> str:
+def say(url: str, place: Path, *asked: tuple[Any, ...], **settings: str) -> list[str]:
+    """All in one process."""
+    with pushing(url, place, **settings) as says:
+        return [says(*each) for each in asked]
+
+
+Push = Callable[..., str]
+
+
+@pytest.fixture
+def push(hub: FakeHub, tmp_path: Path) -> Iterator[Push]:
     """Without Xet, whose storage is another server with a protocol of its own."""
-    (said,) = say(hub.url, model.parent, ("push", name, model, private), HF_HUB_DISABLE_XET="1", **settings)
-    return said
+    with pushing(hub.url, tmp_path, HF_HUB_DISABLE_XET="1") as says:
+        yield lambda model, name, private=False: says("push", name, model, private)
 
 
-def test_the_hub_has_the_model_and_nothing_else(hub: FakeHub, model: Path) -> None:
+def test_the_hub_has_the_model_and_nothing_else(hub: FakeHub, model: Path, push: Push) -> None:
     here = content(model)
     (model / ".cache" / "huggingface").mkdir(parents=True)
     for name in (".cache/huggingface/config.json.metadata", "notes.txt", "evil.py", "model.gguf", ".netrc", MARK_FILE):
         (model / name).write_text("not the model's")
     (model / "model-00003-of-00003.safetensors").symlink_to(model / "notes.txt")
-    url = push(hub, model, "my-model", private=True)
+    url = push(model, "my-model", private=True)
     there = hub.repositories["someone/my-model"]
     assert url == f"{hub.url}/someone/my-model/commit/{1:040x}"
     assert {name: file for name, file in there.files.items() if name != ".gitattributes"} == here
     assert there.large == {name for name in here if name.endswith(".safetensors")}
     assert [commit["message"] for commit in there.commits] == ["A model"]
     assert there.visibility == "private"
-    assert push(hub, model, "someone/my-model") == url
+    assert push(model, "someone/my-model") == url
     assert len(there.commits) == 1, "nothing new was committed"
 
 
-def test_a_smaller_model_replaces_a_larger_one(hub: FakeHub, model: Path) -> None:
+def test_a_smaller_model_replaces_a_larger_one(hub: FakeHub, model: Path, push: Push) -> None:
     notes, nested = b"written on the hub", "gguf/other.safetensors"
-    push(hub, model, "someone/my-model")
+    push(model, "someone/my-model")
     there = hub.repositories["someone/my-model"]
     assert there.visibility is None, "what the account has it"
     there.files |= {"NOTES.md": notes, nested: b"put there by hand"}
     for file in model.glob("model*"):
         file.unlink()
     (model / "model.safetensors").write_bytes(b"weights")
-    push(hub, model, "someone/my-model", private=True)
+    push(model, "someone/my-model", private=True)
     assert set(there.files) == {*content(model), ".gitattributes", "NOTES.md", nested}
     assert there.files["model.safetensors"] == b"weights" and there.files["NOTES.md"] == notes
     assert len(there.commits) == 2
@@ -133,11 +166,11 @@ def test_a_smaller_model_replaces_a_larger_one(hub: FakeHub, model: Path) -> Non
     (model / "model.safetensors").rename(model / "adapter_model.safetensors")
     (model / "config.json").rename(model / "adapter_config.json")
     (model / "generation_config.json").unlink()
-    push(hub, model, "someone/my-model")
+    push(model, "someone/my-model")
     assert set(there.files) == {*content(model), ".gitattributes", "NOTES.md", nested}
     (model / "adapter_model.safetensors").rename(model / "model.safetensors")
     (model / "adapter_config.json").rename(model / "config.json")
-    push(hub, model, "someone/my-model")
+    push(model, "someone/my-model")
     assert set(there.files) == {*content(model), ".gitattributes", "NOTES.md", nested}
 
 
@@ -161,8 +194,9 @@ def test_names_and_tokens(hub: FakeHub, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hub_that_refuses(hub: FakeHub, model: Path) -> None:
-    line = push(hub, model, "my-model", HF_TOKEN="hf_anotherToken")
+def test_a_hub_that_refuses(hub: FakeHub, model: Path, push: Push) -> None:
+    stranger = {"HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_anotherToken"}
+    (line,) = say(hub.url, model.parent, ("push", "my-model", model, False), **stranger)
     assert line.startswith("ModelError: export.push=my-model: the hub does not know the token (HTTP 401: ")
     assert line.endswith("set HF_TOKEN to a valid one")
     # Both ways to store large files: what Xet is refused, it calls a failed connection.
@@ -173,7 +207,7 @@ def test_a_hub_that_refuses(hub: FakeHub, model: Path) -> None:
             assert line.startswith(f"ModelError: export.push={name[1]}: the token may not write there (")
             assert "403" in line and line.endswith("write to, and a token with write access")
     (model / "README.md").write_text("---\nlicense: mine\n---\n")
-    line = push(hub, model, "my-model")
+    line = push(model, "my-model")
     assert line.startswith(f"ModelError: export.push=my-model: the hub does not accept the files in {model} (")
     assert "README.md. - license is not one" in line
     (line,) = say(hub.url, model.parent, ("push", "my-model", model / "none", False))
@@ -182,14 +216,14 @@ def test_a_hub_that_refuses(hub: FakeHub, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hub_that_is_not_there(hub: FakeHub, model: Path) -> None:
+def test_a_hub_that_is_not_there(hub: FakeHub, model: Path, push: Push) -> None:
     hub.down = 503
     again = f"; the model is in {model}: push it again later"
-    line = push(hub, model, "my-model")
+    line = push(model, "my-model")
     assert line == f"TransientError: export.push=my-model: the hub fails (HTTP 503: down for repairs){again}"
     assert not hub.repositories
     hub.down, hub.storage_refuses = 0, True
-    line = push(hub, model, "my-model")
+    line = push(model, "my-model")
     assert line == f"TransientError: export.push=my-model: the hub fails (HTTP 403: Forbidden){again}"
     assert not hub.repositories["someone/my-model"].commits
     ask = ("push", "my-model", model, False)

@@ -38,11 +38,13 @@ COMMIT = f"{1:040x}"
 
 # The hub's library reads where the hub and its cache are when it is imported: this process forks one for each machine.
 SCRIPT = """
-import json, os, sys
+import contextlib, json, os, sys
 from raytune_fsdp.base.errors import RaytuneError
 from raytune_fsdp.model.directory.files import cached, find_weights, known_weights, locate
 from raytune_fsdp.model.directory.hub_download import Download, why_not
 from raytune_fsdp.model.directory.hub_weights import HubWeights
+with contextlib.suppress(ImportError):  # what that library imports, in one of its versions
+    import httpx2, tqdm, truststore, yaml
 assert "huggingface_hub" not in sys.modules
 
 def known(name, stem):
@@ -414,14 +416,17 @@ def test_what_a_mirror_lists_or_sends_stays_within_the_cache_and_its_size(
     hub: FakeHub, model: Path, machines: Machines, tmp_path: Path
 ) -> None:
     """A SHA-256 that is a path, a link that somebody has left in a shared cache, and an answer longer than the file."""
-    there, name, home = hub.add(NAME, model), min(sizes_of(model)), tmp_path / "hf"
-    fetch, victim = ("fetch", NAME, COMMIT, {name: sizes_of(model)[name]}), tmp_path / "victim.incomplete"
+    there, sizes, home = hub.add(NAME, model), sizes_of(model), tmp_path / "hf"
+    name, victim = min(sizes), tmp_path / "victim.incomplete"
     victim.write_text("precious")
-    for digest in (str(tmp_path / "victim"), "../" * 5 + "victim", "A" * 64, "0" * 63):
-        there.lists[name] = digest
-        (refused,) = machines.ask(hub, home, fetch)
-        assert f"lists '{digest[:40]}" in refused and "HF_ENDPOINT" in refused and name in refused
+    digests = (str(tmp_path / "victim"), "../" * 5 + "victim", "A" * 64, "0" * 63)
+    there.lists |= zip(sizes, digests, strict=False)
+    asked = [("fetch", NAME, COMMIT, {each: sizes[each]}) for each in there.lists]
+    for each, refused in zip(there.lists, machines.ask(hub, home, *asked), strict=True):
+        assert f"lists '{there.lists[each][:40]}" in refused and "HF_ENDPOINT" in refused and each in refused
+    assert len(there.lists) == len(digests)
     there.lists.clear()
+    fetch = ("fetch", NAME, COMMIT, {name: sizes[name]})
     partial_of(there, name, home).symlink_to(victim)
     there.sends_more = bytes(64 << 20)
     ((directory, came),) = machines.ask(hub, home, fetch)
