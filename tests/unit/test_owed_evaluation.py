@@ -52,10 +52,19 @@ def answered(config: FinetuneConfig) -> list[tuple[int, str, str]]:
     return [(each["step"], each["prompt"], each["answer"]) for each in events(config, names.ANSWERED)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> FinetuneConfig:
+    """A run without a crash."""
+    config = config_of(tmp_path_factory.mktemp("whole"), "whole")
+    finetune(config)
+    return config
+
+
 @pytest.mark.parametrize("where", ["values", "answers"])
-def test_it_is_made_up_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    whole, config = config_of(tmp_path, "whole"), config_of(tmp_path, "run")
-    finetune(whole)
+def test_it_is_made_up_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: FinetuneConfig, where: str
+) -> None:
+    config = config_of(tmp_path, "run")
     crashed(config, where, monkeypatch)
     place, plain = RunDir.of(config), RunDir.of(whole)
     assert [each["step"] for each in events(config, names.SAVED)] == [3] and answered(config) == []
