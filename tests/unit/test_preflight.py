@@ -190,7 +190,7 @@ def test_ranks_that_share_samples_need_a_kernel_for_their_precision(tmp_path: Pa
         preflight.preflight(config, run, plan, "cuda", "H100", memory=80 * GIB, forced=False)
 
 
-@pytest.mark.parametrize(("per_node", "known"), [(1, False), (2, True), (8, True)])
+@pytest.mark.parametrize(("per_node", "known"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow), (8, True)])
 def test_no_time_is_predicted_of_ranks_on_several_machines(tmp_path: Path, per_node: int, known: bool) -> None:
     """Nobody has said how fast the network between them is."""
     config, run, _ = prepared(tmp_path)
