@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,28 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
-from tests.runs import make_config, write_tokens
+from tests.runs import GPT2, make_config, write_tokens
 
 pytestmark = pytest.mark.thorough
 
 PROMPTS = ["w5 w6", "w7"]
 
 
+SMALL = {**GPT2, "n_layer": 1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_curves() -> Iterator[None]:
+    """As without matplotlib: the curve of a run takes as long as its steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raytune_fsdp.record.report.page.can_draw", lambda: False)
+        yield
+
+
 def config_of(home: Path, name: str, *, held_out: bool = True, prompts: bool = True, **sections: Any) -> FinetuneConfig:
     write_tokens(home / "held-out.jsonl", rows=6, seed=5)
     config = make_config(
-        home, run={"name": name}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
+        home, SMALL, run={"name": name}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
         parallel={"precision": "fp32"}, eval={"prompts": PROMPTS if prompts else [], "max_new_tokens": 3}, **sections,
     )  # fmt: skip
     rows = [{"path": str(home / "held-out.jsonl"), "format": {"type": "tokens"}}]
