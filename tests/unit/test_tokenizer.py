@@ -249,7 +249,7 @@ def test_tokens_may_be_any_text_and_code_that_is_trusted_has_arguments_of_its_ow
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", ["RLIMIT_CPU", "RLIMIT_DATA"])
+@pytest.mark.parametrize("limit", [pytest.param("RLIMIT_CPU", marks=pytest.mark.slow), "RLIMIT_DATA"])
 def test_a_limit_of_a_batch_system_is_kept_and_ends_no_trial(tmp_path: Path, limit: str) -> None:
     """It sets hard limits below those that a tokenizer is tried with, which nobody may raise."""
     demo().save_pretrained(tmp_path / "tokenizer")

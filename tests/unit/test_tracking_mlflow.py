@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -107,6 +108,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
     return fake
 
 
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty one. MLflow makes its tables in more than fifty steps."""
+    place = tmp_path_factory.mktemp("database")
+    connect(mlflow_database(place)[0])
+    return place / "mlflow.db"
+
+
 def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
@@ -120,9 +129,10 @@ def the_run(server: FakeServer) -> str:
 
 
 def test_one_run_through_resumes_on_sqlite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri, artifacts = mlflow_database(tmp_path / "the storage")
+    shutil.copytree(database.parent, tmp_path / "the storage")
     place = tmp_path / "the storage" / "run"
     params = {f"section.key{i}": i for i in range(150)} | {"long": "x" * 9000, "hub.token": "my-own", "odd (key)": None}
     given = {"params": params, "plan": {"steps": 300, "uri": DEAD}, "config": "run: {name: demo}\n", "commit": "c0ffee"}
@@ -284,10 +294,11 @@ def test_everything_arrives_exactly_once_through_outages_and_a_crash(
         assert wanted and server.values(run.info.run_id) == wanted, "the figures of its nodes, and nothing else"
 
 
-def test_the_same_on_a_real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_on_a_real_store(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 
     patiently(monkeypatch)
+    shutil.copy(database, tmp_path)
     uri, _ = mlflow_database(tmp_path)
     client = MlflowClient(uri)
     client.create_experiment("e", artifact_location=str(tmp_path / "artifacts"))
@@ -657,7 +668,7 @@ def test_what_is_measured_beside_training_is_there_once(tmp_path: Path, server: 
 
 @pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_registered_model_is_one_that_mlflow_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: bool
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, adapters: bool
 ) -> None:
     """Whole or as adapters, from a database, without a second copy of its weights."""
     peft = pytest.importorskip("peft") if adapters else None
@@ -669,6 +680,7 @@ def test_a_registered_model_is_one_that_mlflow_loads(
         network.save_pretrained(export)
         add_tokenizer(export)
     uri, _ = mlflow_database(tmp_path)
+    shutil.copy(database, tmp_path)
     client = connect(uri)
     run = client.create_run(client.create_experiment("e", artifact_location=str(tmp_path / "artifacts")))
     assert register(uri, run.info.run_id, export, "tiny", 7) == "1"
