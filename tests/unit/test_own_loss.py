@@ -271,26 +271,39 @@ def test_an_impossible_target_leaves_the_sum_a_number() -> None:
     assert given.grad is not None and given.grad.tolist() == [-1.0, 0.0, -1.0]
 
 
-def test_a_script_that_calls_finetune_for_its_own_function_is_refused(
-    code: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here, in a fresh process, and before anything of the config is looked at."""
-    said = 'imports this file for the function in it, and the file calls finetune.* `if __name__ == "__main__":`'
+CALLS = 'imports this file for the function in it, and the file calls finetune.* `if __name__ == "__main__":`'
+
+
+def script_of_its_own(code: Path) -> OwnCode:
+    """A loss in a file that calls finetune where it is started with `again`; it was loaded without."""
     with open(code / "losses_of_mine.py", "a") as file:
         file.write(
             "import sys\nif 'again' in sys.argv:\n    from raytune_fsdp import finetune\n    finetune('no.yaml')\n"
         )
     name = OwnCode(KEY, "losses_of_mine:plain")
     name.load()
+    return name
+
+
+def test_a_script_that_calls_finetune_for_its_own_function_is_refused(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of the config is looked at."""
+    name = script_of_its_own(code)
     monkeypatch.setattr(sys, "argv", ["again"])
     del sys.modules["losses_of_mine"]
-    with pytest.raises(ConfigError, match=rf"^train\.loss=losses_of_mine:plain: .*{said}$"):
+    with pytest.raises(ConfigError, match=rf"^train\.loss=losses_of_mine:plain: .*{CALLS}$"):
         name.load()
     with pytest.raises(ConfigError, match="no.yaml"):
         finetune("no.yaml")
+
+
+@pytest.mark.slow
+def test_such_a_script_is_refused_in_a_fresh_process(code: Path) -> None:
+    name = script_of_its_own(code)
     text = (code / "losses_of_mine.py").read_text()
     (code / "losses_of_mine.py").write_text(text.replace("'again' in sys.argv", "True"))
-    with pytest.raises(ConfigError, match=rf"does not work in a fresh Python process.*{said}\)"):
+    with pytest.raises(ConfigError, match=rf"does not work in a fresh Python process.*{CALLS}\)"):
         name.call_elsewhere([])
 
 
@@ -523,4 +536,8 @@ def test_a_loss_is_told_the_columns_of_its_document(code: Path) -> None:
     assert torch.allclose(found.each, wanted, rtol=1e-12)
     install_chunked_loss(model)
     assert torch.allclose(micro_batch_loss(model, batch, objective).each, wanted, rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_loss_of_columns_is_found(code: Path) -> None:
     assert find_loss("losses_of_mine:columns", ["reward"]).code
