@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -347,9 +347,11 @@ def project(sandbox: Path) -> Path:
     return run
 
 
-def endings(kind: str, sandbox: Path, names: Iterable[str]) -> dict[str, tuple[Ending, list[str]]]:
-    """On a process of its own: make the hostile runs, one after the other, and call all commands on them. Returns how
-    each has ended, and what is wrong with that."""
+def endings(
+    kind: str, sandbox: Path, names: Iterable[str], each: int | None = None
+) -> dict[str, tuple[Ending, list[str]]]:
+    """On a process of its own: make the hostile runs, one after the other, and call all commands on them, or `each` on
+    one and the next ones on the next. Returns how each has ended, and what is wrong with that."""
     from raytune_fsdp.launch.quiet import quiet
 
     quiet()
@@ -363,7 +365,7 @@ def endings(kind: str, sandbox: Path, names: Iterable[str]) -> dict[str, tuple[E
         outside = [each for each in (place / "elsewhere", place / "there") if each.exists()]
         with opening(*outside) as opened:
             before = snapshot(place)
-            for command in hostile.commands:
+            for command in _some_of(hostile.commands, number, each):
                 opened()
                 ending, before = ending_of(in_place(command, run), place, before, opened)
                 found[f"{name}: {' '.join(map(str, command))}"] = (
@@ -373,6 +375,12 @@ def endings(kind: str, sandbox: Path, names: Iterable[str]) -> dict[str, tuple[E
         os.chdir(sandbox)
         shutil.rmtree(place)
     return found
+
+
+def _some_of(commands: Sequence[Command], number: int, each: int | None) -> Sequence[Command]:
+    if each is None or each >= len(commands):
+        return commands
+    return [commands[(number * each + place) % len(commands)] for place in range(each)]
 
 
 def in_place(command: Command, run: Path) -> list[str]:
@@ -407,10 +415,11 @@ def wrong_with(ending: Ending, command: Command, hostile: Hostile, says: str | N
     return wrong
 
 
-def check_all(kind: str, sandbox: Path, names: Iterable[str] | None = None) -> int:
-    """Every command on every run of this kind ends as it should. Returns how many commands that were."""
+def check_all(kind: str, sandbox: Path, names: Iterable[str] | None = None, each: int | None = None) -> int:
+    """Every command on every run of this kind ends as it should; with `each`, so many on each run, so that each command
+    meets some runs. Returns how many commands that were."""
     chosen = list(HOSTILE[kind] if names is None else names)
-    (found,) = run_ranks(endings, 1, kind, sandbox, chosen, seconds=570)
+    (found,) = run_ranks(endings, 1, kind, sandbox, chosen, each, seconds=570)
     wrong = [f"{name}: {', '.join(problems)}\n    {ending}" for name, (ending, problems) in found.items() if problems]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(found)}:", *wrong])
     return len(found)

@@ -40,7 +40,7 @@ def spec_of(directory: Path, storage: str, **changes: Any) -> dict[str, Any]:
     if not (directory / "others.jsonl").exists():
         directory.mkdir(exist_ok=True)
         write_tokens(directory / "others.jsonl", rows=20, seed=1)
-    base = make_config(directory, train={"max_steps": 16}, eval={"every": 4}).model_dump()
+    base = make_config(directory, train={"max_steps": 16}, eval={"every": 4}).model_dump(exclude_unset=True)
     base["data"]["eval"] = [{"name": "others", "path": str(directory / "others.jsonl"), "format": {"type": "tokens"}}]
     base["run"] = {"seed": 3}
     return {

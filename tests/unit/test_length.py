@@ -24,6 +24,13 @@ from raytune_fsdp.run.length import check_extension, warn_of_schedule
 from tests.runs import LLAMA, make_config
 
 STEPS = {"global_batch": 4, "max_steps": 2}
+SMALL = {**LLAMA, "num_hidden_layers": 1}
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without matplotlib: the curve of a run takes as long as its steps."""
+    monkeypatch.setattr("raytune_fsdp.record.report.page.can_draw", lambda: False)
 
 
 def rates(run: Path) -> list[float]:
@@ -35,10 +42,10 @@ def begin(home: Path, method: str) -> FinetuneConfig:
     model: dict[str, Any] = {}
     if method != "full":
         pytest.importorskip("peft")
-        base = make_config(home, LLAMA, run={"name": "base"}, train=STEPS, export={"at_end": True})
+        base = make_config(home, SMALL, run={"name": "base"}, train=STEPS, export={"at_end": True})
         model = {"init": "pretrained", "architecture": None, "path": str(finetune(base).export)}
     config = make_config(
-        home, LLAMA, model=model, method={"type": method}, train=STEPS, parallel={"precision": "fp32"},
+        home, SMALL, model=model, method={"type": method}, train=STEPS, parallel={"precision": "fp32"},
         export={"at_end": method != "full"}, optim={"lr": 3e-3, "warmup_steps": 1},
     )  # fmt: skip
     finetune(config)

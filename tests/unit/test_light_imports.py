@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "pyarrow", "pydantic", "psutil", "mlflow", "datasets", "peft", "numpy")
 NOTHING, CONFIG = "", "pydantic"
@@ -63,24 +65,34 @@ def imported_by(*modules: str, heavy: Sequence[str] = HEAVY) -> tuple[set[str], 
     return set(names.split()), int(peak) // 1024
 
 
-@pytest.mark.parametrize(("module", "most"), [pytest.param(name, most, id=name) for name, most in ENTRIES.items()])
-def test_importing_it_is_light(module: str, most: tuple[str, int]) -> None:
+@pytest.mark.parametrize("most", dict.fromkeys(ENTRIES.values()), ids=lambda most: f"{most[0] or 'nothing'}-{most[1]}")
+def test_importing_them_is_light(most: tuple[str, int]) -> None:
+    """All that may bring the same, in one process: together they bring no less than each of them."""
     names, mib = most
     if "ray" in names and find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    found, peak = imported_by(module)
-    assert found == set(names.split())
-    assert peak <= mib
+    modules = [name for name, its in ENTRIES.items() if its == most]
+    found, peak = imported_by(*modules)
+    good = found == set(names.split()) and peak <= mib
+    assert good, {name: imported_by(name) for name in modules}
 
 
-@pytest.mark.thorough
+SOME = {"mlflow", "datasets", "peft", "matplotlib", "sklearn", "lm_eval", "bitsandbytes"}
+
+
+def loaded_by_a_rank() -> set[str]:
+    import raytune_fsdp.launch.ray.driver
+    import raytune_fsdp.launch.worker  # noqa: F401
+
+    return {"torch", *SOME} & sys.modules.keys()
+
+
 def test_a_rank_and_the_driver_load_only_what_every_run_needs() -> None:
-    """torch and transformers bring a lot themselves: sympy, scipy, Dynamo, torchao. All else is for some runs."""
+    """torch and transformers bring a lot themselves: sympy, scipy, Dynamo, torchao. All else is for some runs. Of the
+    server of ranks they have torch, transformers and a part of this package."""
     if find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    some = {"mlflow", "datasets", "peft", "matplotlib", "sklearn", "lm_eval", "bitsandbytes"}
-    loaded = imported_by("raytune_fsdp.launch.ray.driver", "raytune_fsdp.launch.worker", heavy=("torch", *some))[0]
-    assert loaded == {"torch"}
+    assert run_ranks(loaded_by_a_rank, 1) == [{"torch"}]
 
 
 def test_commands_are_there_at_once() -> None:

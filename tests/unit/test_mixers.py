@@ -54,6 +54,13 @@ MIXERS = {
     "zamba": "ZambaMambaMixer",
     "zamba2": "Zamba2MambaMixer",
 }
+TRIED = ("qwen3_next", "falcon_h1", "jamba", "lfm2")
+"""One of each kind: a delta rule, both Mambas, and a convolution."""
+
+
+def some_of(*names: str) -> list[Any]:
+    """Each of `MIXERS`; all but these are slow."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in MIXERS]
 
 
 def values_of(name: str) -> dict[str, Any]:
@@ -78,7 +85,7 @@ def filled(network: PreTrainedModel) -> PreTrainedModel:
     return network
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", some_of(*TRIED, "qwen3_5", "granitemoehybrid"))
 def test_its_mixers_are_found_and_it_may_pack(name: str) -> None:
     if name in SEEING:
         network, needs = on_meta(name)
@@ -86,7 +93,11 @@ def test_its_mixers_are_found_and_it_may_pack(name: str) -> None:
         needs = check(values_of(name), packing="best_fit", precision="fp32")  # the whole check of a start
     assert needs.mixers == (MIXERS[name],)
     assert needs.refused is None
-    assert MIXERS[name] in KNOWN, "what is used where nothing can be tried"
+
+
+def test_all_of_them_are_known() -> None:
+    """Which counts where nothing can be tried."""
+    assert {*MIXERS.values()} <= {*KNOWN}
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *EXPERTS, *SCALED])
@@ -130,7 +141,7 @@ def packed_and_alone(
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", some_of(*TRIED))
 def test_losses_and_gradients_are_those_of_documents_alone(name: str, precision: str) -> None:
     """In fp64 what is left is what transformers computes in fp32: norms, and states of most mixers."""
     recompute = {"qwen3_next": "full", "falcon_h1": "selective"}.get(name, "none")
@@ -338,7 +349,15 @@ def test_kernels_that_are_not_there_are_refused() -> None:
         assert why_borders_fail(way, network, needs.mixers, CPU, torch.float32) is not None
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "jamba", "granitemoehybrid", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "falcon_h1",
+        "jamba",
+        "lfm2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "nemotron_h")),
+    ],
+)
 def test_mixers_that_do_not_take_borders_are_refused(name: str) -> None:
     """Jamba's takes none at all; without packages the others take them and raise."""
     network, needs = on_meta(name)

@@ -95,7 +95,9 @@ def frozen_and_trained(directory: Path, method: dict[str, Any]) -> tuple[set[str
     return {name for name, p in named.items() if isinstance(p, DTensor) and not p.requires_grad}, found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["dora", "freeze", *(pytest.param(each, marks=pytest.mark.slow) for each in ("lora", "qlora"))]
+)
 def test_frozen_weights_are_not_copied_to_be_gathered_from_one(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,9 @@ def stepped(kind: str, largest: Largest | None = None) -> dict[str, torch.Tensor
     return {**{name: p.detach() for name, p in model.named_parameters()}, **optimizer.state_tensors()}
 
 
-@pytest.mark.parametrize("kind", ["8bit", "bf16", "sgd", "lion"])
+@pytest.mark.parametrize(
+    "kind", ["8bit", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "sgd")), "lion"]
+)
 def test_an_expert_is_updated_in_parts_and_no_bit_differs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all that is worked on at once was one row, an expert of Mixtral took 4.7 GB."""
     whole = stepped(kind)
@@ -105,7 +107,7 @@ def on_the_host(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
     return torch.zeros_like(there, device="cpu")
 
 
-@pytest.mark.parametrize("kind", ["lion", "muon", "adafactor"])
+@pytest.mark.parametrize("kind", [pytest.param("lion", marks=pytest.mark.slow), "muon", "adafactor"])
 def test_with_weights_on_the_host_nothing_else_stays_on_the_gpu(
     kind: str, two_ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,28 @@ from raytune_fsdp.plan.run_dir import RunDir
 from raytune_fsdp.record import names
 from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajectory
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
-from tests.runs import make_config, write_tokens
+from tests.runs import GPT2, make_config, write_tokens
 
 pytestmark = pytest.mark.thorough
 
 PROMPTS = ["w5 w6", "w7"]
 
 
+SMALL = {**GPT2, "n_layer": 1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_curves() -> Iterator[None]:
+    """As without matplotlib: the curve of a run takes as long as its steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raytune_fsdp.record.report.page.can_draw", lambda: False)
+        yield
+
+
 def config_of(home: Path, name: str, *, held_out: bool = True, prompts: bool = True, **sections: Any) -> FinetuneConfig:
     write_tokens(home / "held-out.jsonl", rows=6, seed=5)
     config = make_config(
-        home, run={"name": name}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
+        home, SMALL, run={"name": name}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 3},
         parallel={"precision": "fp32"}, eval={"prompts": PROMPTS if prompts else [], "max_new_tokens": 3}, **sections,
     )  # fmt: skip
     rows = [{"path": str(home / "held-out.jsonl"), "format": {"type": "tokens"}}]
@@ -52,10 +64,19 @@ def answered(config: FinetuneConfig) -> list[tuple[int, str, str]]:
     return [(each["step"], each["prompt"], each["answer"]) for each in events(config, names.ANSWERED)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> FinetuneConfig:
+    """A run without a crash."""
+    config = config_of(tmp_path_factory.mktemp("whole"), "whole")
+    finetune(config)
+    return config
+
+
 @pytest.mark.parametrize("where", ["values", "answers"])
-def test_it_is_made_up_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    whole, config = config_of(tmp_path, "whole"), config_of(tmp_path, "run")
-    finetune(whole)
+def test_it_is_made_up_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: FinetuneConfig, where: str
+) -> None:
+    config = config_of(tmp_path, "run")
     crashed(config, where, monkeypatch)
     place, plain = RunDir.of(config), RunDir.of(whole)
     assert [each["step"] for each in events(config, names.SAVED)] == [3] and answered(config) == []

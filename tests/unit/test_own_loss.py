@@ -222,7 +222,11 @@ def test_a_filler_has_no_document(code: Path) -> None:
         ("broken_behind", r"it raised RuntimeError: .*modified by an inplace operation.*; it is called with"),
         ("columns", r"raised KeyError: 'reward'; it is called .* whose columns are those of train\.loss_columns"),
         ("missing", r"losses_of_mine\.py has no function missing; correct the name"),
-        ("changing", "called twice for one document, it returned two different losses.*no state between calls"),
+        pytest.param(
+            "changing",
+            "called twice for one document, it returned two different losses.*no state between calls",
+            marks=pytest.mark.slow,
+        ),
         ("drawn", "called twice for one document, it returned two different losses.*no random numbers"),
     ],
 )
@@ -267,65 +271,74 @@ def test_an_impossible_target_leaves_the_sum_a_number() -> None:
     assert given.grad is not None and given.grad.tolist() == [-1.0, 0.0, -1.0]
 
 
-def test_a_changed_file_is_refused_where_the_old_one_is_imported(code: Path) -> None:
-    """As in a notebook: its cell was edited and run again. A reload imports what is there."""
-    find_loss("losses_of_mine:by_length")
-    for name in ("losses_of_mine", "weights_of_mine"):
-        with open(code / f"{name}.py", "a") as file:
-            file.write("# another comment\n")
-        with pytest.raises(
-            ConfigError,
-            match=rf"^train\.loss=.*: .*{name}\.py has changed since this process imported it.*restart Python",
-        ):
-            find_loss("losses_of_mine:by_length")
-        importlib.reload(sys.modules[name])
-    assert find_loss("losses_of_mine:by_length").modules
+CALLS = 'imports this file for the function in it, and the file calls finetune.* `if __name__ == "__main__":`'
 
 
-def test_a_script_that_calls_finetune_for_its_own_function_is_refused(
-    code: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here, in a fresh process, and before anything of the config is looked at."""
-    said = 'imports this file for the function in it, and the file calls finetune.* `if __name__ == "__main__":`'
+def script_of_its_own(code: Path) -> OwnCode:
+    """A loss in a file that calls finetune where it is started with `again`; it was loaded without."""
     with open(code / "losses_of_mine.py", "a") as file:
         file.write(
             "import sys\nif 'again' in sys.argv:\n    from raytune_fsdp import finetune\n    finetune('no.yaml')\n"
         )
     name = OwnCode(KEY, "losses_of_mine:plain")
     name.load()
+    return name
+
+
+def test_a_script_that_calls_finetune_for_its_own_function_is_refused(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything of the config is looked at."""
+    name = script_of_its_own(code)
     monkeypatch.setattr(sys, "argv", ["again"])
     del sys.modules["losses_of_mine"]
-    with pytest.raises(ConfigError, match=rf"^train\.loss=losses_of_mine:plain: .*{said}$"):
+    with pytest.raises(ConfigError, match=rf"^train\.loss=losses_of_mine:plain: .*{CALLS}$"):
         name.load()
     with pytest.raises(ConfigError, match="no.yaml"):
         finetune("no.yaml")
+
+
+@pytest.mark.slow
+def test_such_a_script_is_refused_in_a_fresh_process(code: Path) -> None:
+    name = script_of_its_own(code)
     text = (code / "losses_of_mine.py").read_text()
     (code / "losses_of_mine.py").write_text(text.replace("'again' in sys.argv", "True"))
-    with pytest.raises(ConfigError, match=rf"does not work in a fresh Python process.*{said}\)"):
+    with pytest.raises(ConfigError, match=rf"does not work in a fresh Python process.*{CALLS}\)"):
         name.call_elsewhere([])
 
 
 def test_its_source_and_its_modules_make_the_run(code: Path) -> None:
-    """As with functions that make rows."""
+    """As with functions that make rows. A changed file is refused where the old one is imported, as in a notebook: its
+    cell was edited and run again. A reload imports what is there."""
 
-    def identity() -> dict[str, Any]:
+    def identity(loss: OwnCode) -> dict[str, Any]:
         config = make_config(code, train={"loss": "losses_of_mine:by_length"})
         windows: Any = SimpleNamespace(identity={})
         from transformers import GPT2Config
 
-        return identity_of(config, GPT2Config(), windows, [find_loss("losses_of_mine:by_length")])
+        return identity_of(config, GPT2Config(), windows, [loss])
 
-    before = identity()
+    loss = find_loss("losses_of_mine:by_length")
+    before = identity(loss)
     assert before["train.loss"] == "losses_of_mine:by_length"
     assert {key for key in before if "loss_" in key} == {"train.loss_file", "train.loss_modules.weights_of_mine"}
-    sent = pickle.dumps(find_loss("losses_of_mine:by_length"))
-    with open(code / "weights_of_mine.py", "a") as file:
-        file.write("# another comment\n")
-    with pytest.raises(ConfigError, match=r"weights_of_mine\.py on .* is not the file that the run was started with"):
-        pickle.loads(sent).load()
-    del sys.modules["losses_of_mine"], sys.modules["weights_of_mine"]  # as in another process
-    with pytest.raises(ResumeError, match=r"train\.loss_modules\.weights_of_mine: was '\w+', is '\w+'"):
-        check_identity(before, identity(), "x", files_before={}, files_now={})
+    for name in ("weights_of_mine", "losses_of_mine"):
+        with open(code / f"{name}.py", "a") as file:
+            file.write("# another comment\n")
+        if name == "weights_of_mine":
+            started = r"weights_of_mine\.py on .* is not the file that the run was started with"
+            with pytest.raises(ConfigError, match=started):
+                pickle.loads(pickle.dumps(loss)).load()
+        with pytest.raises(
+            ConfigError,
+            match=rf"^train\.loss=.*: .*{name}\.py has changed since this process imported it.*restart Python",
+        ):
+            find_loss("losses_of_mine:by_length")
+        importlib.reload(sys.modules[name])
+    now = identity(find_loss("losses_of_mine:by_length"))
+    changed = r"(?s)train\.loss_file: was '\w+', is .*train\.loss_modules\.weights_of_mine: was '\w+', is '\w+'"
+    with pytest.raises(ResumeError, match=changed):
+        check_identity(before, now, "x", files_before={}, files_now={})
     (code / "losses_of_mine.py").unlink()
     del sys.modules["losses_of_mine"]
     with pytest.raises(ConfigError, match=r"^train\.loss=losses_of_mine:by_length: losses_of_mine cannot be imported"):
@@ -523,4 +536,8 @@ def test_a_loss_is_told_the_columns_of_its_document(code: Path) -> None:
     assert torch.allclose(found.each, wanted, rtol=1e-12)
     install_chunked_loss(model)
     assert torch.allclose(micro_batch_loss(model, batch, objective).each, wanted, rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_loss_of_columns_is_found(code: Path) -> None:
     assert find_loss("losses_of_mine:columns", ["reward"]).code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +79,30 @@ def test_it_is_built_without_memory_in_the_type_of_the_run(tmp_path: Path) -> No
     assert model.config.rms_norm_eps == 1e-3 and len(layers_of(model)) == 2
 
 
-def test_a_module_that_it_imports_when_it_is_called_belongs_to_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def late_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "late_network.py").write_text(
         "from tests.own_code import network\n"
-        "def late(config):\n    import layers_of_mine\n    return layers_of_mine.network(config)\n"
-        "def endless(config):\n    assert max(getattr(config, 'limits', [0.0])) > -1.0\n    return network(config)\n"
+        "def late(config):\n    import layers_of_mine\n    assert max(getattr(config, 'limits', [0.0])) > -1.0\n"
+        "    return layers_of_mine.network(config)\n"
         "def broken(config):\n    if 'late_network' in __import__('sys').argv: return network(config)\n    1 / 0\n"
     )
     (tmp_path / "layers_of_mine.py").write_text("from tests.own_code import network\n")
     monkeypatch.syspath_prepend(tmp_path)
+    for name in ("late_network", "layers_of_mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr("sys.argv", ["late_network"])
-    found = find_network("late_network:late", own_config("late_network:late", llama()))
+
+
+def test_a_module_that_it_imports_when_it_is_called_belongs_to_the_run(late_network: None) -> None:
+    late = own_config("late_network:late", llama())
+    late.limits = (0.0, float("inf"))  # as state mixers have them; JSON writes them otherwise
+    found = find_network("late_network:late", late)
     assert "layers_of_mine" in found.modules and found.code
-    endless = own_config("late_network:endless", llama())
-    endless.limits = (0.0, float("inf"))  # as state mixers have them; JSON writes them otherwise
-    assert find_network("late_network:endless", endless).code
+
+
+@pytest.mark.slow
+def test_what_it_raises_in_a_fresh_process_is_said(late_network: None) -> None:
     mine = own_config("late_network:broken", llama())
     with pytest.raises(
         ModelError, match=r"^model\.network=late_network:broken: in a fresh Python process it raised ZeroDivisionError"

@@ -30,6 +30,7 @@ from raytune_fsdp.predict.subject import ModelSpec
 from tests.unit.test_planner_memory import EXPERTS, LLAMA, config_of
 
 WIDE = {**LLAMA, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 4096}
+FEW = {**WIDE, "num_hidden_layers": 2}
 
 
 def look(
@@ -84,7 +85,7 @@ def test_what_does_not_go_with_a_config_is_no_alternative(sections: dict[str, An
 
 
 def test_there_is_a_last_step_down() -> None:
-    config = config_of(WIDE, parallel={"activation_checkpointing": "full"}, train={"micro_batch": 1})
+    config = config_of(FEW, parallel={"activation_checkpointing": "full"}, train={"micro_batch": 1})
     subject, found = look(config, 2)
     assert step_down(subject, config, found) is None
 
@@ -151,7 +152,7 @@ def test_a_rate_is_high_for_the_batch_and_the_size(lr: float, tokens: int, billi
 
 
 def test_a_notice_that_is_too_short_for_a_save_is_said() -> None:
-    config = config_of(WIDE)
+    config = config_of(FEW)
     _, small = look(config, 2)
     large = replace(small, checkpoint=12 * 68_976_648_192)
 

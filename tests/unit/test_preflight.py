@@ -35,12 +35,13 @@ WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers
 LONG = {"data": {"seq_len": 512}, "parallel": {"precision": "fp32"}}
 
 
-def prepared(directory: Path, **sections: Any) -> tuple[FinetuneConfig, RunInputs, Plan]:
+def prepared(directory: Path, layers: int = 3, **sections: Any) -> tuple[FinetuneConfig, RunInputs, Plan]:
     """The batch has room for 8 ranks."""
     train = {"global_batch": 8, "micro_batch": 1, "max_steps": 10, **sections.pop("train", {})}
     data = {**make_config(directory).model_dump()["data"], **LONG["data"]}
     parallel = {**LONG["parallel"], **sections}
-    config = make_config(directory, WIDE, data=data, train=train, parallel=parallel, checkpoint={"every": 5})
+    deep = {**WIDE, "num_hidden_layers": layers}
+    config = make_config(directory, deep, data=data, train=train, parallel=parallel, checkpoint={"every": 5})
     return config, prepare(config, 1)[0], resolve(config, 1)
 
 
@@ -97,7 +98,7 @@ def test_what_a_run_with_flash_attention_needs_is_known_where_there_is_no_gpu(tm
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_what_is_named_as_a_way_out_fits(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "PROCESS", 0)
-    config, run, plan = prepared(tmp_path, train={"micro_batch": 4})
+    config, run, plan = prepared(tmp_path, layers=6, train={"micro_batch": 4})
     found = predict_for_run(config, run, plan, kind, None)
     assert isinstance(found, Predicted)
     full = config.parallel.model_copy(update={"activation_checkpointing": "full"})
@@ -190,7 +191,7 @@ def test_ranks_that_share_samples_need_a_kernel_for_their_precision(tmp_path: Pa
         preflight.preflight(config, run, plan, "cuda", "H100", memory=80 * GIB, forced=False)
 
 
-@pytest.mark.parametrize(("per_node", "known"), [(1, False), (2, True), (8, True)])
+@pytest.mark.parametrize(("per_node", "known"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow), (8, True)])
 def test_no_time_is_predicted_of_ranks_on_several_machines(tmp_path: Path, per_node: int, known: bool) -> None:
     """Nobody has said how fast the network between them is."""
     config, run, _ = prepared(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from raytune_fsdp.base.durable import take_from_others
 from raytune_fsdp.record.jsonl import append_evaluation, append_event, read_events
 from raytune_fsdp.record.repair import truncate
-from tests.ranks import run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import make_config, train_rank
 
 OLDER = Path(__file__).parents[1] / "fixtures" / "aae7294"
@@ -67,7 +67,7 @@ def test_others_read_nothing_of_what_a_run_writes_about_itself(tmp_path: Path) -
     from raytune_fsdp.record.report.page import make_curve, make_report
 
     config = make_config(tmp_path, train={"max_steps": 2}, tracking={"documents": True}, checkpoint={"every": 1})
-    run_ranks(train_rank, 1, config.model_dump(), 1)
+    resident_ranks(train_rank, 1, config.model_dump(), 1)
     run = tmp_path / "runs" / "run"
     make_curve(run), make_report(run)
     strange = [name for name in open_to_others(run) if not name.startswith(FOR_OTHERS) or name.endswith("recipe.json")]
@@ -83,7 +83,7 @@ def test_others_read_nothing_of_what_a_run_writes_about_itself(tmp_path: Path) -
     for path in run.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     assert "events.jsonl" in open_to_others(run) and "model/recipe.json" in open_to_others(run)
-    run_ranks(train_rank, 1, config.model_dump(), None)
+    resident_ranks(train_rank, 1, config.model_dump(), None)
     strange = [name for name in open_to_others(run) if not name.startswith(FOR_OTHERS) or name.endswith("recipe.json")]
     assert strange == []
 

@@ -68,7 +68,15 @@ def check(values: dict[str, Any], **options: Any) -> KernelNeeds:
     return needs
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *EXPERTS, *REARRANGED, *PARTICULAR, *UNUSUAL])
+SOME = {"llama", "gemma3_text", "gpt2", *EXPERTS, *REARRANGED, "deepseek_v3", "llama4_text", "falcon_h1", "mpt"}
+"""What differs from the others in what is tried: attention, experts, biases, mixers. All others are slow."""
+
+
+def some_first(*names: str) -> list[Any]:
+    return [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some_first(*ARCHITECTURES, *EXPERTS, *REARRANGED, *PARTICULAR, *UNUSUAL))
 def test_no_architecture_that_trains_is_refused(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, probe.__name__):
         needs = check(architecture(name))
@@ -76,7 +84,7 @@ def test_no_architecture_that_trains_is_refused(name: str, caplog: pytest.LogCap
     assert needs.eager is None, "sdpa is as good as eager attention for all that have it"
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, *PARTICULAR, "llama4_text"])
+@pytest.mark.parametrize("name", some_first(*EXPERTS, *PARTICULAR, "llama4_text"))
 def test_a_step_of_experts_in_fp64_is_really_tried(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """For float64 torch has no grouped products, which are transformers' own choice."""
     with caplog.at_level(logging.DEBUG, probe.__name__):

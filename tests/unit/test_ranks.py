@@ -140,7 +140,7 @@ def test_meshes_of_one_shape_have_groups_of_their_own_in_each_call() -> None:
     [
         ("raise", AssertionError, "rank 1 of 2 failed:\n(.|\n)*def fail|ArithmeticError: one of the ranks cannot"),
         ("die", AssertionError, "rank 1 died without a word: SIGSEGV|rank 0 of 2 failed:\n(.|\n)*[Cc]onnection"),
-        ("hang", TimeoutError, r"ranks \[0, 1\] have not ended after 2 s"),
+        ("hang", TimeoutError, r"ranks \[0, 1\] have not ended after 1 s"),
     ],
 )
 def test_a_rank_that_fails_fails_the_call_and_none_of_its_group_is_used_again(
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_fails_the_call_and_none_of_its_group_is_used_again(
 ) -> None:
     before = resident_ranks(process, 2)
     with pytest.raises(error, match=said):
-        resident_ranks(fail, 2, 1, how, seconds=2 if how == "hang" else 60)
+        resident_ranks(fail, 2, 1, how, seconds=1 if how == "hang" else 60)
     assert not set(before) & set(resident_ranks(process, 2))
 
 

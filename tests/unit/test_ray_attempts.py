@@ -218,7 +218,8 @@ def test_a_mount_that_does_not_answer_keeps_the_driver_for_seconds(
     assert "happened" not in lines[2]["fields"]
 
 
-def test_a_driver_that_was_replaced_records_nothing(tmp_path: Path) -> None:
+def test_a_driver_that_was_replaced_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytune_fsdp.base.lease._LOOKS", 2)
     known, _ = begin(tmp_path)
     place = RunDir.of(make_config(tmp_path))
     hold(Lease(place.lock, "another command's lock is there"))

@@ -38,9 +38,10 @@ from raytune_fsdp.tools.audit.segment import choose_segment
 from tests import clock as clocks
 from tests.checkpoints import pieces_of
 from tests.quota import with_quota
-from tests.runs import make_config, write_tokens
+from tests.runs import GPT2, make_config, write_tokens
 
 CPU = torch.device("cpu")
+SMALL = {**GPT2, "n_layer": 1}
 
 
 @pytest.fixture
@@ -202,7 +203,7 @@ def _config(home: Path, name: str, **checkpoint: Any) -> FinetuneConfig:
     if not (home / "held-out.jsonl").exists():
         write_tokens(home / "held-out.jsonl", rows=6, seed=5)
     config = make_config(
-        home, run={"name": name}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 40},
+        home, SMALL, run={"name": name}, train={"global_batch": 4, "micro_batch": 2, "max_steps": 40},
         eval={"every": 8}, checkpoint={"asynchronous": False, "keep_best": 1, "keep_every": 16, **checkpoint},
         parallel={"precision": "fp32"},
     )  # fmt: skip
@@ -217,29 +218,42 @@ def saved(place: RunDir, *, recovery: bool) -> list[int]:
 
 
 @pytest.mark.thorough
-def test_with_no_three_and_thirty_of_them_a_run_is_the_same(tmp_path: Path, time: clocks.Clock) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "crash_at"),
+    [
+        pytest.param((3, 13, 27), 27, id="three", marks=pytest.mark.slow),
+        pytest.param(tuple(step for step in range(1, 38, 3) if step % 8), 28, id="a dozen"),
+        pytest.param(
+            tuple(step for step in range(1, 38) if step % 8 and step != 33)[:30],
+            28,
+            id="thirty",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_with_none_and_with_many_of_them_a_run_is_the_same(
+    tmp_path: Path, time: clocks.Clock, chosen: Sequence[int], crash_at: int
+) -> None:
     """Its steps, evaluations, planned saves, what is kept of those, what an audit and a mean take by default; also
     where it crashes after one of them, and goes on from there. What is done to checkpoints beside training sees the
     same ones: tests/unit/test_after_commit.py."""
     plain = attempt(_config(tmp_path, "plain"), time, step=0.0)
-    three, thirty = (3, 13, 27), tuple(step for step in range(1, 38) if step % 8 and step != 33)[:30]
-    for chosen in (three, thirty):
-        config = _config(tmp_path, f"with-{len(chosen)}")
-        with pytest.raises(RuntimeError, match="a bug"):
-            attempt(config, time, step=1801.0, of=chosen, crash_at=28 if chosen == thirty else 27)
-        there = committed(RunDir.of(config).checkpoints)
-        assert [each.step for each in there if not each.lasting] == [28 if chosen == thirty else 27]
-        place = attempt(config, time, step=1801.0, of=chosen)
-        assert saved(place, recovery=True) == list(chosen)
-        assert read_trajectory(place.metrics) == read_trajectory(plain.metrics)
-        assert read_evaluations(place.metrics, 40) == read_evaluations(plain.metrics, 40)
-        assert [*dict.fromkeys(saved(place, recovery=False))] == saved(plain, recovery=False) == [8, 16, 24, 32, 40]
-        there, mine = committed(place.checkpoints), committed(plain.checkpoints)
-        assert [(each.step, each.lasting) for each in there] == [(each.step, each.lasting) for each in mine]
-        assert read_state(there[-1]).cursor == read_state(mine[-1]).cursor
-        segment = choose_segment(place, None, None)
-        assert (segment.first, segment.last) == (32, 40)
-        assert [each.step for each in checkpoints_to_average(str(place.path), steps=None, last=2)] == [32, 40]
+    config = _config(tmp_path, "with-many")
+    with pytest.raises(RuntimeError, match="a bug"):
+        attempt(config, time, step=1801.0, of=chosen, crash_at=crash_at)
+    there = committed(RunDir.of(config).checkpoints)
+    assert [each.step for each in there if not each.lasting] == [crash_at]
+    place = attempt(config, time, step=1801.0, of=chosen)
+    assert saved(place, recovery=True) == list(chosen)
+    assert read_trajectory(place.metrics) == read_trajectory(plain.metrics)
+    assert read_evaluations(place.metrics, 40) == read_evaluations(plain.metrics, 40)
+    assert [*dict.fromkeys(saved(place, recovery=False))] == saved(plain, recovery=False) == [8, 16, 24, 32, 40]
+    there, mine = committed(place.checkpoints), committed(plain.checkpoints)
+    assert [(each.step, each.lasting) for each in there] == [(each.step, each.lasting) for each in mine]
+    assert read_state(there[-1]).cursor == read_state(mine[-1]).cursor
+    segment = choose_segment(place, None, None)
+    assert (segment.first, segment.last) == (32, 40)
+    assert [each.step for each in checkpoints_to_average(str(place.path), steps=None, last=2)] == [32, 40]
 
 
 def test_a_run_without_checkpoints_is_warned_of_once(
@@ -319,7 +333,7 @@ def said(place: RunDir, *kinds: str) -> list[tuple[str, Any]]:
 def _short(home: Path, copies: int = 0, **sections: Any) -> FinetuneConfig:
     """Of 12 steps, with nothing planned. `copies`: a peer copy after every step, on so many other nodes."""
     return make_config(
-        home, train={"global_batch": 4, "max_steps": 12}, parallel={"precision": "fp32"},
+        home, SMALL, train={"global_batch": 4, "max_steps": 12}, parallel={"precision": "fp32"},
         checkpoint={"asynchronous": False, **({"peer_copies": copies, "peer_every": 1} if copies else {})}, **sections,
     )  # fmt: skip
 
@@ -345,7 +359,7 @@ def test_a_damaged_recovery_point_leaves_one_to_go_back_to(tmp_path: Path, time:
     [
         (2, [2], [2]),  # it and the last one
         (3, [2, 4, 6, 8], [8]),  # of another one, too, there would be no room for the next
-        (4, [2, 4, 6, 8], [6, 8]),
+        pytest.param(4, [2, 4, 6, 8], [6, 8], marks=pytest.mark.slow),
     ],
 )
 def test_the_older_recovery_point_gives_way_to_saves_that_follow(
@@ -375,7 +389,7 @@ def test_the_older_recovery_point_gives_way_to_saves_that_follow(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_room_that_was_filled_since_is_taken_from_the_older_recovery_point(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch, copies: int
 ) -> None:
@@ -424,7 +438,7 @@ def test_a_quota_with_room_for_two_takes_the_older_recovery_point(
     [
         (2.4, (8, 12), (3, 6), 3, False),  # while the run has nothing else
         (2.4, (8, 12), (3, 6), 3, True),
-        (2.4, (8, 12), (3, 10), 10, False),
+        pytest.param(2.4, (8, 12), (3, 10), 10, False, marks=pytest.mark.slow),
         (3.4, (4, 8, 12, 16), (2, 6, 10), 10, False),  # it, the two that are kept and the next one would be four
     ],
 )

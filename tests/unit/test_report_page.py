@@ -209,7 +209,7 @@ def test_the_loss_is_there_without_the_script(made: str) -> None:
     assert bars.count("<rect") == 24 and "32 to 38 tokens: 1,200 documents" in bars
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 99, 101])
+@pytest.mark.parametrize("steps", [0, 1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 99)), 101])
 def test_short_runs_have_a_page(steps: int, tmp_path: Path) -> None:
     run = write_run(tmp_path / "short", steps)
     (run / "events.jsonl").unlink()

@@ -223,10 +223,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "ia3": {"type": "ia3", "target_modules": ["k_proj", "v_proj"], "feedforward_modules": []},
 }
 ADAPTERS = [
-    *(("llama", kind) for kind in METHODS),
-    ("qwen3", "lora"),
+    ("llama", "lora"),
+    ("llama", "whole"),
     pytest.param("gemma3", "lora", marks=THOROUGH),
-    pytest.param("qwen3_5", "lora", marks=THOROUGH),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("llama", "dora"), ("llama", "ia3"), ("qwen3", "lora"), ("qwen3_5", "lora"))
+    ),
 ]
 
 

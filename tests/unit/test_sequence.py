@@ -148,9 +148,9 @@ def test_what_is_exchanged_is_a_tensor_with_memory() -> None:
 @pytest.mark.parametrize(
     ("parallel", "method", "times"),
     [
-        ({}, {}, 8),
-        ({"activation_checkpointing": "full"}, {}, 12),
-        ({"activation_checkpointing": "selective"}, {}, 12),
+        pytest.param({}, {}, 8, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": "full"}, {}, 12, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": "selective"}, {}, 12, marks=pytest.mark.slow),
         ({"activation_checkpointing": "every_n", "recompute_every": 3}, {}, 10),
         # Below what is trained nothing comes back, and nothing is computed again.
         ({"activation_checkpointing": "full"}, {"type": "freeze", "trained": ["layers.[23]", "lm_head"]}, 8),

@@ -148,7 +148,10 @@ signal.raise_signal(signal.SIGINT)
 def test_a_second_stop_ends_a_rank_and_the_first_one_sent_twice_does_not() -> None:
     """A rank may hang where Python handles no signal, and a terminal and a scheduler may both send the first one."""
     command = [sys.executable, "-c", STOPPED]
+    ends = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # beside the other: both wait for seconds
     with subprocess.Popen([*command, "hangs"], stdout=subprocess.PIPE, text=True) as process:
+        assert ends.stdout is not None and ends.stdout.readline() == "training\n"
+        ends.send_signal(signal.SIGINT)
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGTERM)  # a scheduler, and then a person
         assert process.stdout.readline() == "stopping\n"
@@ -158,11 +161,8 @@ def test_a_second_stop_ends_a_rank_and_the_first_one_sent_twice_does_not() -> No
                 process.wait(signals._TOGETHER_SECONDS + 0.5)
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == -signal.SIGINT
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "training\n"
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=20)
-    assert out == "stopping\n" + "the caller's handler\n" * 2 and process.returncode == 0
+    out, _ = ends.communicate(timeout=20)
+    assert out == "stopping\n" + "the caller's handler\n" * 2 and ends.returncode == 0
 
 
 END_OF_A_RANK = """

@@ -23,7 +23,14 @@ from tests.runs import LLAMA, make_config
 from tests.unit.test_planner_memory import LLAMA as PLANNED
 from tests.unit.test_planner_memory import config_of
 
-WIDE = {**PLANNED, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000, "head_dim": 64}
+WIDE = {
+    **PLANNED,
+    "num_hidden_layers": 4,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "vocab_size": 32000,
+    "head_dim": 64,
+}
 
 
 @pytest.mark.parametrize(

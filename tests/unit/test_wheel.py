@@ -125,19 +125,23 @@ def test_it_holds_every_file_that_is_read(wheel: Path) -> None:
     assert not [name for name in inside if not name.startswith(("raytune_fsdp/", "raytune_fsdp-"))]
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_package_for_its_usage(program: Path) -> None:
     assert run(program, "--help").startswith("usage: raytune-fsdp COMMAND")
 
 
+@pytest.mark.slow
 def test_configs_need_only_light_packages(program: Path, light: Path) -> None:
     assert "--optim.schedule.decay" in run(program, "train", "--help", "optim", path=light)
 
 
+@pytest.mark.slow
 def test_recipes_are_found_by_name(program: Path, light: Path) -> None:
     shown = run(program, "plan", "--config", "llama2-70b-full-16xa100", "--world-size", "16", path=light)
     assert "llama2-70b-full" in shown
 
 
+@pytest.mark.slow
 def test_a_recipe_that_is_copied_names_the_package_s_own_data(program: Path, light: Path, tmp_path: Path) -> None:
     """From a wheel there is no repository whose relative paths it could name."""
     copy = tmp_path / "mine.yaml"
