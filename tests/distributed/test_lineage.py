@@ -110,7 +110,7 @@ def test_with_another_rate_it_equals_a_plain_loop(tmp_path: Path) -> None:
 
 def test_an_exact_run_is_forked_at_another_number_of_ranks(tmp_path: Path) -> None:
     """To the bit; the parent's digest is that of the numbers, not of their files."""
-    sections = {"run": {"exact": True, "threads": 1}, "train": {"max_steps": 8}}
+    sections: Any = {"run": {"exact": True, "threads": 1}, "train": {"max_steps": 8}}
     whole = trajectory(_config(tmp_path, **sections), 2)
     assert trajectory(_config(tmp_path, "fork", ("base", AT), **sections), 1) == whole[AT:]
     saved = [e["fields"] for e in read_events(_run(tmp_path, "base") / "events.jsonl") if e["event"] == "saved"]
