@@ -749,11 +749,17 @@ def test_a_wrong_value_is_named_with_both_names(tmp_path: Path) -> None:
     assert problems == [f"data.seq_len=-5: must be integer >= 2 (from max_length in {file})"]
 
 
+OTHER_VALUES: list[Any] = [0.5, 1e300, [], {}]
+"""Other numbers, and lists and maps without anything."""
+
+
 @pytest.mark.parametrize("project", PROJECTS)
 @pytest.mark.parametrize(
     "value",
-    [None, True, -1, 10**30, math.nan, "no such\n\x1b[2Jthing", "", ["a", 1], {"a": {"b": 1}}, [{"a": 1}]]
-    + [pytest.param(value, marks=pytest.mark.slow) for value in (0.5, 1e300, [], {})],
+    [
+        *(None, True, -1, 10**30, math.nan, "no such\n\x1b[2Jthing", "", ["a", 1], {"a": {"b": 1}}, [{"a": 1}]),
+        *(pytest.param(value, marks=pytest.mark.slow) for value in OTHER_VALUES),
+    ],
     ids=lambda value: str(value)[:12],
 )
 def test_any_value_of_any_option_gets_its_line(project: str, value: Any, tmp_path: Path) -> None:
