@@ -85,6 +85,6 @@ class Server(ThreadingHTTPServer):
 @contextmanager
 def serving() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Service) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
