@@ -52,8 +52,8 @@ def begin(home: Path, method: str) -> FinetuneConfig:
     return config
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
 def test_steps_that_would_train_nothing_are_refused_with_ways_out_that_work(tmp_path: Path, method: str) -> None:
     config = begin(tmp_path, method)
     run, file = tmp_path / "runs" / "run", tmp_path / "config.yaml"

@@ -72,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> FinetuneConfig:
     return config
 
 
-@pytest.mark.parametrize("where", ["values", "answers"])
+@pytest.mark.parametrize("where", ["values", pytest.param("answers", marks=pytest.mark.slow)])
 def test_it_is_made_up_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: FinetuneConfig, where: str
 ) -> None:

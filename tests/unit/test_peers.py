@@ -663,7 +663,7 @@ def test_copies_are_left_out_after_some_that_have_failed() -> None:
         assert due == [False] * left_out + [True] * (12 - left_out)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_planner_says_what_copies_take(tmp_path: Path) -> None:
     """Two at a time, on each of two machines: of its own two ranks, and of the other's."""
     train = {"global_batch": 16, "micro_batch": 2}

@@ -68,7 +68,7 @@ def server() -> Iterator[tuple[str, list[str]]]:
             pass
 
     found = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=found.serve_forever, daemon=True).start()
+    threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{found.server_port}", asked
     found.shutdown()
     found.server_close()

@@ -22,8 +22,8 @@ def drawn(failures: Failures, interval: float, many: int = 20_000) -> float:
     )
 
 
-@pytest.mark.parametrize("gpus", [8, 64, 512, 4096])
-@pytest.mark.parametrize("hours", [GPU_HOURS, 10_000.0, 500.0])
+@pytest.mark.parametrize("gpus", [8, *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 512)), 4096])
+@pytest.mark.parametrize("hours", [GPU_HOURS, pytest.param(10_000.0, marks=pytest.mark.slow), 500.0])
 def test_the_interval_that_is_named_is_the_best_of_the_simulated(gpus: int, hours: float) -> None:
     failures = Failures(gpus=gpus, gpu_hours=hours)
     best = failures.best_interval()

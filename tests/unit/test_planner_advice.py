@@ -84,6 +84,7 @@ def test_what_does_not_go_with_a_config_is_no_alternative(sections: dict[str, An
     assert [*_candidates(config, 2, cluster)]
 
 
+@pytest.mark.slow
 def test_there_is_a_last_step_down() -> None:
     config = config_of(FEW, parallel={"activation_checkpointing": "full"}, train={"micro_batch": 1})
     subject, found = look(config, 2)
@@ -151,6 +152,7 @@ def test_a_rate_is_high_for_the_batch_and_the_size(lr: float, tokens: int, billi
     assert "lr-high" not in ids(advice(config_of(LLAMA, optim={"lr": 1.0}), found))  # a network from nothing
 
 
+@pytest.mark.slow
 def test_a_notice_that_is_too_short_for_a_save_is_said() -> None:
     config = config_of(FEW)
     _, small = look(config, 2)

@@ -155,8 +155,8 @@ def test_flash_attention_pads_each_document_in_backward() -> None:
     assert peaks[1] - peaks[0] == 4000 * 2 * 128 * 4 * (32 + 1) * 4
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_ranks_that_share_samples_have_their_part_of_the_activations(recompute: str) -> None:
     """By accounting: a quarter, and what does not depend on how many tokens there are."""
     wide = {**LLAMA, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -116,7 +116,7 @@ def test_a_plan_draws_no_random_numbers() -> None:
     random.seed(3)
     torch.manual_seed(3)
     before, drawn = random.getstate(), torch.get_rng_state()
-    planned()
+    planned(2, {**LLAMA, "num_hidden_layers": 2})
     assert random.getstate() == before and bool((torch.get_rng_state() == drawn).all())
     assert not torch.distributed.is_initialized()
 

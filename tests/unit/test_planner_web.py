@@ -56,7 +56,7 @@ def server() -> Iterator[PlanServer]:
     among = offered(start, 8)
     page = document.live_page(HOSTILE, start, among, price=2.5, notes=[HOSTILE])
     with PlanServer(0, page, Points(config), start, among) as made:
-        Thread(target=made.serve_forever, daemon=True).start()
+        Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
         yield made
         made.shutdown()
 
@@ -170,13 +170,13 @@ def test_the_page_in_the_docs_is_the_current_one_and_asks_for_nothing() -> None:
     assert found == {each.model: {name: len(gpus) for name, gpus in each.gpus.items()} for each in grid.MODELS}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method", "gpus", "length", "recompute", "device"),
     [
         ("meta-llama/Llama-3.1-8B", "full", 8, 2048, "none", "A100-80GB"),
-        pytest.param("meta-llama/Llama-3.1-8B", "lora", 1, 8192, "full", "RTX-4090", marks=pytest.mark.slow),
-        pytest.param("openai/gpt-oss-20b", "full", 16, 32768, "selective", "H200", marks=pytest.mark.slow),
+        ("meta-llama/Llama-3.1-8B", "lora", 1, 8192, "full", "RTX-4090"),
+        ("openai/gpt-oss-20b", "full", 16, 32768, "selective", "H200"),
     ],
 )
 def test_points_inside_of_the_page_are_the_planner_s(

@@ -83,6 +83,7 @@ def test_what_may_fit_is_only_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     assert "it may run out of memory: a rank is estimated to need 16.0 GiB" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for nodes without a GPU")
 def test_what_a_run_with_flash_attention_needs_is_known_where_there_is_no_gpu(tmp_path: Path) -> None:
     config, run, plan = prepared(tmp_path)
@@ -191,7 +192,9 @@ def test_ranks_that_share_samples_need_a_kernel_for_their_precision(tmp_path: Pa
         preflight.preflight(config, run, plan, "cuda", "H100", memory=80 * GIB, forced=False)
 
 
-@pytest.mark.parametrize(("per_node", "known"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow), (8, True)])
+@pytest.mark.parametrize(
+    ("per_node", "known"), [(1, False), *(pytest.param(many, True, marks=pytest.mark.slow) for many in (2, 8))]
+)
 def test_no_time_is_predicted_of_ranks_on_several_machines(tmp_path: Path, per_node: int, known: bool) -> None:
     """Nobody has said how fast the network between them is."""
     config, run, _ = prepared(tmp_path)

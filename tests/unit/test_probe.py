@@ -104,7 +104,7 @@ def test_a_model_of_experts_in_fp64_is_asked(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits[torch.float32].double(), logits[torch.float64], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_overrides_that_only_a_forward_pass_refuses(large: bool) -> None:
     """At full width too, where only the shapes are computed: half of the network would take 20 GB."""
     values = {"model_type": "llama", **LARGE} if large else architecture("llama")

@@ -260,7 +260,7 @@ def test_a_run_without_checkpoints_is_warned_of_once(
     tmp_path: Path, time: clocks.Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When it begins, not at every start; and by the clock nothing is saved."""
-    config = make_config(tmp_path, train={"global_batch": 4, "max_steps": 4}, parallel={"precision": "fp32"})
+    config = make_config(tmp_path, SMALL, train={"global_batch": 4, "max_steps": 4}, parallel={"precision": "fp32"})
     with_nothing = config.model_copy(update={"checkpoint": CheckpointConfig(every=None)})
     with pytest.raises(RuntimeError, match="a bug"):
         attempt(with_nothing, time, step=5000.0, crash_at=3)
@@ -279,7 +279,7 @@ def test_a_run_without_checkpoints_is_warned_of_once(
 def test_a_crash_loses_what_the_clock_says_and_not_the_run(tmp_path: Path, time: clocks.Clock) -> None:
     """Attempts of six minutes each come to a checkpoint: what is lost counts on."""
     config = make_config(
-        tmp_path, train={"global_batch": 4, "max_steps": 30}, parallel={"precision": "fp32"},
+        tmp_path, SMALL, train={"global_batch": 4, "max_steps": 30}, parallel={"precision": "fp32"},
         checkpoint={"asynchronous": False},
     )  # fmt: skip
     place = RunDir.of(config)
@@ -357,7 +357,7 @@ def test_a_damaged_recovery_point_leaves_one_to_go_back_to(tmp_path: Path, time:
 @pytest.mark.parametrize(
     ("room_for", "by_clock", "at_crash"),
     [
-        (2, [2], [2]),  # it and the last one
+        pytest.param(2, [2], [2], marks=pytest.mark.slow),  # it and the last one
         (3, [2, 4, 6, 8], [8]),  # of another one, too, there would be no room for the next
         pytest.param(4, [2, 4, 6, 8], [6, 8], marks=pytest.mark.slow),
     ],
@@ -436,7 +436,8 @@ def test_a_quota_with_room_for_two_takes_the_older_recovery_point(
 @pytest.mark.parametrize(
     ("fits", "planned", "asked", "gone", "asynchronous"),
     [
-        (2.4, (8, 12), (3, 6), 3, False),  # while the run has nothing else
+        # While the run has nothing else.
+        pytest.param(2.4, (8, 12), (3, 6), 3, False, marks=pytest.mark.slow),
         (2.4, (8, 12), (3, 6), 3, True),
         pytest.param(2.4, (8, 12), (3, 10), 10, False, marks=pytest.mark.slow),
         (3.4, (4, 8, 12, 16), (2, 6, 10), 10, False),  # it, the two that are kept and the next one would be four

@@ -45,8 +45,8 @@ def test_a_scale_has_three_ticks_at_least() -> None:
 @pytest.mark.parametrize(
     ("width", "steps"),
     [
-        (366, 3), (1232, 8), (366, 2000),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1232, 3), (366, 8), (1232, 2000))),
+        (366, 3), (1232, 8),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1232, 3), (366, 8), (366, 2000), (1232, 2000))),
     ],
 )  # fmt: skip
 def test_every_axis_is_named_and_no_text_of_a_plot_is_cut(tmp_path: Path, steps: int, width: int) -> None:

@@ -153,7 +153,12 @@ def test_what_is_exchanged_is_a_tensor_with_memory() -> None:
         pytest.param({"activation_checkpointing": "selective"}, {}, 12, marks=pytest.mark.slow),
         ({"activation_checkpointing": "every_n", "recompute_every": 3}, {}, 10),
         # Below what is trained nothing comes back, and nothing is computed again.
-        ({"activation_checkpointing": "full"}, {"type": "freeze", "trained": ["layers.[23]", "lm_head"]}, 8),
+        pytest.param(
+            {"activation_checkpointing": "full"},
+            {"type": "freeze", "trained": ["layers.[23]", "lm_head"]},
+            8,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["none", "full", "selective", "every_n", "freeze"],
 )

@@ -107,7 +107,7 @@ def _planned(mesh: dict[str, int], world: int = 8, **parallel: Any) -> Predictio
     return predict(ModelSpec.of(config), config, resolve(config, world), cluster)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_plan_knows_what_is_cut_and_what_is_added_up() -> None:
     whole, cut = _planned({}), _planned({"tensor": 2})
     assert whole.traffic is not None and cut.traffic is not None

@@ -86,7 +86,7 @@ NEEDED = {
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its schedule is read with the names of 2.13")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] if case != "Lion" and "Muon" not in case else []) for case in CASES],
+    [pytest.param(case, marks=[pytest.mark.slow] if case != "Lion" else []) for case in CASES],
 )
 def test_a_kernel_moves_what_a_fused_update_needs(case: str) -> None:
     """By count, as inductor schedules it for a GPU. Operation by operation it is 5 to 80 times as much."""
