@@ -89,14 +89,12 @@ def says(line: str, *parts: Any) -> None:
         assert str(part) in line, f"{part!r} is not in: {line}"
 
 
-@pytest.mark.thorough
 def test_the_good_model_is_accepted(good: Path, tmp_path: Path) -> None:
     """Else every refusal below would prove nothing."""
     assert main(flags(tmp_path, model__path=good, tracking__console="false")) == 0
     assert (tmp_path / "runs" / "bad" / "export" / "config.json").is_file()
 
 
-@pytest.mark.thorough
 def test_no_file_that_a_tokenizer_s_config_names_is_in_the_run_or_its_export(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

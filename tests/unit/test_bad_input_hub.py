@@ -18,8 +18,6 @@ import pytest
 from raytune_fsdp.model.directory.hub_weights import HUB_SECONDS
 from tests.unit.test_bad_input import flags, says
 
-pytestmark = pytest.mark.thorough
-
 LIMIT_SECONDS = 10
 
 NAMES = """

@@ -13,8 +13,6 @@ from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.launch.finetune import finetune
 from tests.runs import GPT2, LLAMA, make_config, write_tokens
 
-pytestmark = pytest.mark.thorough
-
 BASE: dict[str, Mapping[str, Any]] = {
     "parallel": {"precision": "fp32"},
     "train": {"max_steps": 2, "global_batch": 4},

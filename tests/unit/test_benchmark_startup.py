@@ -21,7 +21,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.thorough
 def test_processor_time_has_processes_that_nobody_waited_for() -> None:
     with subprocess.Popen([sys.executable, "-c", IGNORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as command:
         assert command.stdout is not None and command.stdin is not None

@@ -45,7 +45,6 @@ def test_found_in_order_of_step_and_attempt(tmp_path: Path) -> None:
     assert committed(str(tmp_path / "not there")) == []
 
 
-@pytest.mark.thorough
 def test_ten_thousand_are_looked_through_in_no_time(tmp_path: Path) -> None:
     for step in range(10_000):
         directory = tmp_path / directory_name(step, 1)

@@ -86,7 +86,6 @@ def test_a_log_can_hold_anything(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "rank-1.log cannot be read: it is a pipe" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
 def test_it_follows_until_the_run_ends_also_into_the_next_attempt(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     with alive(run):

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-import pytest
-
 PROGRAM = """
 import sys
 from raytune_fsdp.cli.progress import show_progress
@@ -55,7 +53,6 @@ def drain(terminal: int) -> bytes:
     return shown
 
 
-@pytest.mark.thorough
 def test_lines_reach_a_pipe_while_it_runs() -> None:
     with running(subprocess.PIPE) as (process, terminal):
         assert process.stdout is not None and process.stdin is not None
@@ -67,7 +64,6 @@ def test_lines_reach_a_pipe_while_it_runs() -> None:
         assert process.stdout.read() == b"step 2\n" and b"step" not in shown
 
 
-@pytest.mark.thorough
 def test_lines_reach_a_file_without_the_bar(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with path.open("wb") as log, running(log) as (process, terminal):

@@ -142,7 +142,6 @@ def test_a_run_without_a_sign_of_life_is_not_watched_for_ever(
     assert code == 1 and "run gives no sign of life, at step 0 of 100" in err
 
 
-@pytest.mark.thorough
 def test_a_growing_run_is_shown_to_its_end(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     run.attempt()
@@ -171,7 +170,6 @@ def test_a_growing_run_is_shown_to_its_end(tmp_path: Path) -> None:
     assert shown.endswith("run is finished: step 100 of 100, loss 0.5000") and "left" not in shown
 
 
-@pytest.mark.thorough
 def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     with alive(run), on_terminal([*WATCH, str(run.path)]) as session:
@@ -184,7 +182,6 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(tmp_path: Path) -> None:
     assert session.screen.lines[-2:] == ["^C", "run goes on; this command has only watched it"]
 
 
-@pytest.mark.thorough
 def test_into_a_pipe_it_prints_lines(tmp_path: Path) -> None:
     run = Recorded(tmp_path)
     run.attempt()

@@ -122,7 +122,6 @@ def config_of(directory: Path, method: str, precision: str, *, compiled: bool = 
     return make_config(directory, DEEP, method=METHODS[method], parallel=parallel)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "precision"),
     [
@@ -162,7 +161,6 @@ def started(values: dict[str, Any], place: str) -> tuple[int, list[str], str | N
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "precision"), sorted(OFTEN))
 def test_a_second_start_compiles_nothing(tmp_path: Path, method: str, precision: str) -> None:
     """With the compiler itself, in new processes: the second one finds everything, and writes no program."""

@@ -141,14 +141,12 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3))
 
 
-@pytest.mark.thorough
 @given(tree=TREES)
 @settings(max_examples=80, deadline=None)
 def test_any_tree_survives_yaml(tree: object) -> None:
     assert spelled(parse(dump(tree))[0]) == tree
 
 
-@pytest.mark.thorough
 @given(
     overrides=st.dictionaries(TEXT, TREES, max_size=3),
     path=TEXT.filter(str.strip),

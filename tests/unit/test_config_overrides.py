@@ -325,7 +325,6 @@ WORDS = st.sampled_from(
 FLAGS = st.lists(st.tuples(st.sampled_from(PATHS) | st.text(max_size=6), st.none() | WORDS), max_size=5)
 
 
-@pytest.mark.thorough
 @given(flags=FLAGS)
 @settings(max_examples=20, deadline=None)
 def test_whatever_is_typed_is_a_config_or_a_config_error(flags: list[tuple[str, str | None]]) -> None:

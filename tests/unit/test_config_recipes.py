@@ -101,7 +101,6 @@ def test_the_70b_of_4_bits_is_as_large_as_its_recipe_says() -> None:
     assert f"{12 * trained / 1e9:.1f} GB each" in text
 
 
-@pytest.mark.thorough
 def test_the_hybrid_is_as_large_as_its_recipe_says() -> None:
     """The sizes of a Qwen3.5 9B are transformers' own for its architecture."""
     pytest.importorskip("peft")

@@ -87,7 +87,6 @@ def test_every_document_once_in_every_epoch(lengths: list[int], extra: int, wind
         assert found == {2 + i: n for i, n in enumerate(lengths)}
 
 
-@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), world=st.integers(1, 7), blocks=st.integers(1, 5), micro=st.integers(1, 3))
 def test_steps_take_the_stream_in_order(data: st.DataObject, world: int, blocks: int, micro: int) -> None:
@@ -113,7 +112,6 @@ def test_every_world_size_has_the_same_steps() -> None:
     assert len(results[0]) == 15 and all(result == results[0] for result in results)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_same_tail_from_every_step_on_every_rank(world: int) -> None:
     windows = make(LENGTHS)

@@ -138,7 +138,6 @@ def test_many_writers_and_readers(cache: WindowCache, window: Window) -> None:
     assert sorted(path.suffix for path in cache.directory.iterdir()) == [".arrow", ".arrow", ".arrow", ".json"]
 
 
-@pytest.mark.thorough
 def test_one_builds_at_a_time_but_nobody_waits_for_ever(cache: WindowCache, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
@@ -200,7 +199,6 @@ def fill_the_disk(directory: str) -> tuple[str, list[str], bool]:
     return message, left, built and len(window.samples) > 0
 
 
-@pytest.mark.thorough
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     ((message, left, goes_on),) = run_ranks(fill_the_disk, 1, str(tmp_path))
     assert re.search(r"the cache .* cannot take another .* MB \(File too large\); free space, .*data clean", message)

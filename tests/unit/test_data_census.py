@@ -74,7 +74,6 @@ def count_and_die(directory: str) -> None:
     census(make_windows([token_rows(Path(directory), [5] * 30)], cache=Dying(directory)))
 
 
-@pytest.mark.thorough
 def test_one_that_was_killed_goes_on_from_its_windows(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 died"):
         run_ranks(count_and_die, 1, str(tmp_path))

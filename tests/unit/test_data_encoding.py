@@ -305,7 +305,6 @@ WORDS = st.text(
 ENDS = {"chatml": "<|im_end|>", "llama-2": " <|endoftext|>", "llama-3": "<|eot_id|>", "openassistant": "<|endoftext|>"}
 
 
-@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(sorted(ENDS)),
@@ -347,7 +346,6 @@ TEXT = st.lists(
 ).map("".join)
 
 
-@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(
     which=st.sampled_from(["demo", "always", "first", "prepend"]),
@@ -394,7 +392,6 @@ def swallowing_and_prefixing() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
-@pytest.mark.thorough
 @settings(max_examples=120, deadline=None)
 @example(tokenizer=swallowing_and_prefixing, parts=[(" q</s> ", False), ("7", True), ("x", False)])
 @given(

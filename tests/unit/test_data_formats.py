@@ -575,7 +575,6 @@ def golden_documents() -> list[Document]:
     return documents
 
 
-@pytest.mark.thorough
 def test_documents_are_those_of_their_version() -> None:
     golden = xxhash.xxh3_128()
     for document in golden_documents():

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +55,6 @@ def kept(length: int, mixture: dict[str, Any]) -> int:
     return seq_len if policy == "truncate" else 0
 
 
-@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(mixture=mixtures())
 def test_every_row_as_often_as_its_weight_and_nothing_lost_but_by_policy(mixture: dict[str, Any]) -> None:
@@ -88,7 +86,6 @@ def test_every_row_as_often_as_its_weight_and_nothing_lost_but_by_policy(mixture
         assert sum(count.datasets[d].rows for count in counts) == times * len(lengths)
 
 
-@pytest.mark.thorough
 @settings(max_examples=10, deadline=None)
 @given(mixture=mixtures(), data=st.data())
 def test_one_stream_for_all_worlds_from_every_step(mixture: dict[str, Any], data: st.DataObject) -> None:

@@ -128,7 +128,6 @@ def refuse_a_huge_row(directory: str) -> tuple[str, int]:
     return str(failure.value), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
-@pytest.mark.thorough
 def test_a_row_of_50_mb_takes_no_memory(tmp_path: Path) -> None:
     ((message, memory),) = run_ranks(refuse_a_huge_row, 1, str(tmp_path))
     assert "rows.jsonl:1: the row has 50,000,013 bytes, more than data.max_row_bytes=8000000" in message

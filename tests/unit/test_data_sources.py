@@ -109,7 +109,6 @@ _values = st.recursive(
 )
 
 
-@pytest.mark.thorough
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".jsonl.gz", ".csv.zst"])
@@ -320,7 +319,6 @@ def _read_in_child(pickled: bytes, queue: Any) -> None:
     queue.put((source.rows([99_999, 0]), source.where(7)))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_pickled_it_is_small_and_opens_its_files_again(write: Callable[..., Source], start: str) -> None:
     source = write(b"".join(b'{"a": %d}\n' % index for index in range(100_000)))

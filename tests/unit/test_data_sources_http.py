@@ -197,7 +197,6 @@ def test_a_server_that_fails_and_a_full_cache_are_named(
         opened("/rows.jsonl")
 
 
-@pytest.mark.thorough
 def test_a_run_reads_such_a_file_once_a_command_and_ends_with_its_content(site: Site, tmp_path: Path) -> None:
     from raytune_fsdp import finetune
 

@@ -99,7 +99,6 @@ def test_what_is_damaged_is_made_again(path: Path, damage: str) -> None:
     assert entries(path) == [entry]
 
 
-@pytest.mark.thorough
 def test_one_flipped_bit_is_found_and_made_again(path: Path) -> None:
     fingerprints = opened(path).fingerprints
     (entry,) = entries(path)
@@ -206,7 +205,6 @@ def test_a_full_disk_leaves_nothing(path: Path) -> None:
     assert opened(path).rows([5]) == [ROWS[5]]
 
 
-@pytest.mark.thorough
 def test_a_killed_process_leaves_nothing_that_counts(path: Path) -> None:
     code = f"""
 import os, pathlib
@@ -262,7 +260,6 @@ def test_many_threads_read_one_source(path: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.thorough
 def test_more_files_than_may_be_open(tmp_path: Path) -> None:
     (tmp_path / "many").mkdir()
     for index in range(400):

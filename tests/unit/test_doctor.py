@@ -325,7 +325,6 @@ def test_an_mlflow_server_that_is_down_or_is_none(tmp_path: Path, mlflow_env: No
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_an_mlflow_server_that_says_nothing_costs_seconds(tmp_path: Path) -> None:
     with answering(lambda _: time.sleep(60)) as address:
         tracking = {"console": False, "mlflow": {"enabled": True, "uri": address}}
@@ -500,7 +499,6 @@ echo "Tesla T4, 15360, 550.54.15, 7.5"
 """
 
 
-@pytest.mark.thorough
 def test_gpus_without_bf16_and_a_torch_that_cannot_use_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -563,7 +561,6 @@ def test_an_object_store_that_refuses(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_an_object_store_that_says_nothing_costs_seconds(tmp_path: Path) -> None:
     """Also at the end of the process, where pyarrow would wait for it."""
     config = make_config(tmp_path, checkpoint={"storage": "s3://bucket/place"})

@@ -34,7 +34,6 @@ BOTH = {"one": "look at one", "two": "look at two"}
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_slow_imports_are_no_problem_and_the_command_ends_within_20_seconds(tmp_path: Path) -> None:
     """As on a network file system that is busy: the start of the command counts, too, and nobody is left behind."""
     for name in ("torch", "ray", "mlflow"):

@@ -284,7 +284,6 @@ def test_the_page_holds_what_was_found_against_the_targets() -> None:
     ]
 
 
-@pytest.mark.thorough  # imports torch
 def test_what_targets_are_about_is_measured() -> None:
     from benchmarks.gpu.pieces import pieces_of
 
@@ -295,7 +294,6 @@ def test_what_targets_are_about_is_measured() -> None:
     assert {piece.kind for piece in pieces_of("full")} == set(TABLES)
 
 
-@pytest.mark.thorough  # imports torch
 def test_how_long_a_gpu_is_idle() -> None:
     from benchmarks.gpu.kernels import of_trace
 
@@ -315,7 +313,6 @@ def test_how_long_a_gpu_is_idle() -> None:
     assert found["kernels_of_a_step"] == 1
 
 
-@pytest.mark.thorough  # imports torch
 def test_what_two_commands_train_has_a_plan_and_plans_are_of_what_is_trained() -> None:
     from benchmarks.gpu.pieces import pieces_of
 
@@ -329,7 +326,6 @@ def test_what_two_commands_train_has_a_plan_and_plans_are_of_what_is_trained() -
             assert each.name not in plans.pieces or plans.pieces[each.name]["asked"] == each.asked, each.name
 
 
-@pytest.mark.thorough  # imports torch
 def test_weights_are_drawn_where_they_are_needed() -> None:
     """A name in the package that is no longer there would cost the only time on a GPU."""
     import torch
@@ -347,7 +343,6 @@ def test_weights_are_drawn_where_they_are_needed() -> None:
         assert RandomWeights(network, 7).read("lm_head.weight", 0, 4).is_meta
 
 
-@pytest.mark.thorough  # imports torch
 @pytest.mark.parametrize("card", CARDS)
 def test_two_commands_get_to_what_tells_most(card: str) -> None:
     from benchmarks.gpu.pieces import pieces_of

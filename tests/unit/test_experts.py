@@ -30,7 +30,6 @@ def network(kind: str = "qwen3_moe", dtype: torch.dtype = torch.bfloat16) -> Any
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **many), dtype=dtype)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_grouped_products_are_those_of_each_expert(kind: str, dtype: torch.dtype) -> None:

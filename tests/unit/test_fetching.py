@@ -57,7 +57,6 @@ def test_ranks_give_a_silent_hub_up_long_before_they_are_taken_for_a_hang() -> N
     assert silent_seconds(ClusterConfig(start_hang_minutes=600)) == 600, "ten minutes are enough"
 
 
-@pytest.mark.thorough
 def test_what_a_silent_hub_ends_with_may_pass(hub: FakeHub, tmp_path: Path) -> None:
     hub.repositories[NAME].seconds_per_piece = 3.0
     with pytest.raises(TransientError, match=r"no byte has come from the hub for 1 s; what has come is kept"):

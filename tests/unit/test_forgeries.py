@@ -22,8 +22,6 @@ from tests.measured import Ending, measured
 from tests.models import save_checkpoint
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.thorough
-
 RUN = Path(__file__).parents[1] / "fixtures" / "aae7294" / "runs" / "steps"
 CHECKPOINT = "checkpoints/step-00000006.a1"
 

@@ -38,7 +38,6 @@ from raytune_fsdp.launch.ray.forked.process import (
 )
 from tests.records import make_config
 
-pytestmark = pytest.mark.thorough
 PACKAGE = Path(raytune_fsdp.__file__).parent
 
 TEMPLATE = """

@@ -127,7 +127,6 @@ def _computed(scaling: str | None, recompute: str = "none") -> dict[str, torch.T
     return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_training_is_near_bf16_and_recomputing_changes_nothing(scaling: str) -> None:
     pytest.importorskip("torchao")
@@ -165,7 +164,6 @@ def _planned(world: int = 8, gpu: str = "H100", between: float = 50e9, **paralle
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_a_plan_knows_what_travels_and_what_is_not_known() -> None:
     pytest.importorskip("torchao")
     bf16, narrowed = _planned(precision="bf16"), _planned(precision="fp8")
@@ -181,7 +179,6 @@ def test_a_plan_knows_what_travels_and_what_is_not_known() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_a_plan_knows_two_levels() -> None:
     """Half the bytes between nodes, and no others; on one node nothing."""
     flat = _planned(16, precision="bf16")

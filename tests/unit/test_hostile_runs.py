@@ -12,8 +12,6 @@ from tests.hostile_runs import HOSTILE, change, check_all, project, without_plac
 from tests.measured import changes, measured, opening, snapshot, touching
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.thorough
-
 
 @pytest.mark.parametrize("kind", ["besides", "few configs", "few records"])
 def test_commands_end_in_one_line_whatever_somebody_has_put_into_a_run(kind: str, tmp_path: Path) -> None:

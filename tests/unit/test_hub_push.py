@@ -19,8 +19,6 @@ from raytune_fsdp.model.directory.hub_weights import HUB_SECONDS
 from raytune_fsdp.model.export.mark import MARK_FILE
 from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
-pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = HUB_SECONDS + 3
 

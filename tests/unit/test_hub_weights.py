@@ -30,8 +30,6 @@ from tests.models import save_checkpoint
 from tests.runs import make_config
 from tests.unit.fake_hub import TOKEN, FakeHub, Repository, fake_hub
 
-pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).parents[2]
 NAME = "someone/model"
 COMMIT = f"{1:040x}"

@@ -243,7 +243,6 @@ def test_a_parent_that_keeps_its_pins_elsewhere_is_refused(tmp_path: Path) -> No
     assert not list(elsewhere.iterdir())
 
 
-@pytest.mark.thorough
 def test_of_a_pin_and_a_removal_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either the fork has its checkpoint for good, or it is refused and leaves no pin."""
     monkeypatch.setattr("raytune_fsdp.run.forks.pins._LOOK_SECONDS", 0.002)

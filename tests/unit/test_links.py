@@ -44,7 +44,6 @@ def said(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -
     return lines[0]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("each", "many"), [(4, 120), pytest.param(None, 500, marks=pytest.mark.slow)])
 def test_a_link_in_a_run_is_refused_by_name_and_nothing_is_touched_behind_it(
     tmp_path: Path, each: int | None, many: int
@@ -54,7 +53,6 @@ def test_a_link_in_a_run_is_refused_by_name_and_nothing_is_touched_behind_it(
     assert check_all("links", tmp_path, each=each) > many
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("each", "many"), [(1, 30), pytest.param(None, 60, marks=pytest.mark.slow)])
 def test_a_listing_names_the_run_with_a_link_and_shows_the_others(tmp_path: Path, each: int | None, many: int) -> None:
     assert check_all("listed", tmp_path, each=each) > many
@@ -133,7 +131,6 @@ def test_a_name_counts_only_if_it_is_what_we_write(run: Path, name: str) -> None
     assert not looks_like_checkpoint(str(root / name))
 
 
-@pytest.mark.thorough
 def test_a_name_that_is_not_ours_does_not_block_a_resume(run: Path) -> None:
     """`step-00000099.a01` was taken for the newest checkpoint, and could not be found under the name it would have."""
     from tests.ranks import resident_ranks

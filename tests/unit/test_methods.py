@@ -30,7 +30,6 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_bytes_of_a_1b_are_those_of_its_shapes(tmp_path: Path) -> None:
     found = run(tmp_path, "--rounds", "0", "--passes", "0")["bytes"]
     norms = 33 * 2048

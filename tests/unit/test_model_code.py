@@ -150,7 +150,6 @@ def test_no_reader_of_a_run_runs_its_code(
     assert output.out == "" and len(output.err.splitlines()) == 1 and "--trust-remote-code" in output.err
 
 
-@pytest.mark.thorough
 def test_those_who_trust_the_code_say_so_by_a_flag(
     run: Path, model: Path, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +165,6 @@ def test_those_who_trust_the_code_say_so_by_a_flag(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]["AutoConfig"] == "evil.Config"
 
 
-@pytest.mark.thorough
 def test_such_code_belongs_to_the_run(model: Path, marker: Path, tmp_path: Path) -> None:
     """It is trained, exported with its code, and not continued with other code; a run from before that rule is.
 

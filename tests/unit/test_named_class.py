@@ -32,7 +32,6 @@ from tests.runs import make_config, write_tokenizer
 
 pytest.importorskip("peft")
 
-pytestmark = pytest.mark.thorough
 SLOW = pytest.mark.slow
 LORA = {"type": "lora", "rank": 4, "alpha": 8}
 ATTENTION = {**LORA, "target_modules": ["q_proj", "v_proj"]}

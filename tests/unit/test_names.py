@@ -48,7 +48,6 @@ def test_no_command_prints_the_control_characters_of_a_name(run: Path, capfd: py
         assert printed(capfd, str(command), *arguments).strip(), command
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("each", "many"), [(5, 60), pytest.param(None, 200, marks=pytest.mark.slow)])
 def test_every_command_says_in_one_line_what_it_has_to_say_of_a_name(
     tmp_path: Path, each: int | None, many: int

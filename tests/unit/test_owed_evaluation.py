@@ -17,8 +17,6 @@ from raytune_fsdp.record.jsonl import read_evaluations, read_events, read_trajec
 from raytune_fsdp.run.evaluation.evaluation import Evaluation
 from tests.runs import GPT2, make_config, write_tokens
 
-pytestmark = pytest.mark.thorough
-
 PROMPTS = ["w5 w6", "w7"]
 
 

@@ -504,7 +504,6 @@ def test_numbers_are_those_of_the_row(value: Any, wanted: float | None) -> None:
             read_number({"n": value}, "n", "f:1")
 
 
-@pytest.mark.thorough
 def test_columns_travel_through_ray_data_as_they_are(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     from raytune_fsdp.launch.ray.tasks.batches import ToBlock

@@ -123,7 +123,6 @@ def test_a_name_that_is_none_is_not_imported_for_those_who_trust_it(name: str) -
     assert check_trusted({"network_function": NAME}, "a/config.json", trusted=True) == NAME
 
 
-@pytest.mark.thorough
 def test_trained_from_a_llama_exported_and_loaded_by_those_who_trust_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

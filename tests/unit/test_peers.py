@@ -523,7 +523,6 @@ def copied(
 EVERY = {"every": 4, "peer_copies": 1, "peer_every": 3}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
     tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
@@ -546,7 +545,6 @@ def test_a_copy_is_no_checkpoint_and_gives_way_to_one(
     assert read_trajectory(place.metrics) == read_trajectory(RunDir.of(gone).metrics)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("asynchronous", "lost", "expected"),
     [(True, False, [3, 5, 7, 9, 11, 13]), (False, False, [*range(3, 14)]), (True, True, [3, 9])],
@@ -565,7 +563,6 @@ def test_the_clock_hears_of_the_end_of_each_copy(
     assert copied(config, cluster.ranks[0], passing=time)[0] == expected
 
 
-@pytest.mark.thorough
 def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
     """Trackers get no line that may still be cut, the clock counts from the checkpoint, and the run's end is saved."""
     config = make_config(
@@ -594,7 +591,6 @@ def test_what_goes_on_from_a_copy_is_not_committed(tmp_path: Path) -> None:
     assert again["resumed_from"] == 9
 
 
-@pytest.mark.thorough
 def test_a_run_whose_checkpoints_are_damaged_goes_on_from_its_copy(tmp_path: Path) -> None:
     """Unless they are gone, as where their storage is not mounted, or one that was made is newer."""
     sections: Any = {"train": {"global_batch": 4, "max_steps": 14}, "parallel": {"precision": "fp32"}}

@@ -85,7 +85,6 @@ def with_run(arguments: tuple[object, ...], run: Path) -> list[str]:
     return [str(each).replace("RUN", str(run)) for each in arguments]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("each", "many"), [(2, 45), pytest.param(None, 130, marks=pytest.mark.slow)])
 def test_a_place_that_a_strangers_config_names_is_listed_and_not_touched(
     tmp_path: Path, each: int | None, many: int
@@ -338,7 +337,6 @@ def train_as(user: Path, values: dict[str, Any]) -> bool:
     return train_rank(values)
 
 
-@pytest.mark.thorough
 def test_ones_own_run_needs_no_flag_after_training_and_an_unpacked_archive_does(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

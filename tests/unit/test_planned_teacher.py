@@ -14,8 +14,6 @@ from raytune_fsdp.predict.prediction import Cluster, predict
 from raytune_fsdp.predict.subject import ModelSpec
 from raytune_fsdp.predict.teacher import teacher_pass
 
-pytestmark = pytest.mark.thorough
-
 TEACHER = "meta-llama/Llama-3.1-70B"
 
 

@@ -222,7 +222,6 @@ def test_the_fewest_ranks_that_have_to_share_samples(members: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_what_is_computed_again_beside_ranks_that_share_samples() -> None:
     config = config_of(LLAMA, **LONG)
     both = {"parallel.mesh.sequence": 4, "parallel.activation_checkpointing": "full"}

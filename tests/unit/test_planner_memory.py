@@ -88,7 +88,6 @@ CONFIGS = {
 EACH = [name if name == "full_shard" else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", EACH)
 def test_a_few_blocks_say_what_all_of_them_need(name: str) -> None:
     architecture, world, sections = CONFIGS[name]

@@ -69,7 +69,6 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_70b_of_the_article_fits_16_gpus_and_is_bound_by_its_network(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, *SEVENTY, "--world-size", "16")
     assert found["fits"] and found["bound"] == "communication"
@@ -88,7 +87,6 @@ def test_the_70b_of_the_article_fits_16_gpus_and_is_bound_by_its_network(capsys:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_page_says_what_to_do_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", "llama3-8b-full-8xa100", "--gpu", "A100-40GB", "--world-size", "2", "--samples", "64",
                  "--checkpoint.every", "auto"]  # fmt: skip

@@ -61,7 +61,6 @@ def test_a_report_in_its_run_is_private_and_one_elsewhere_as_the_umask_has_it(tm
     assert (tmp_path / "page.html").stat().st_mode & 0o004
 
 
-@pytest.mark.thorough
 def test_others_read_nothing_of_what_a_run_writes_about_itself(tmp_path: Path) -> None:
     """A run of an older version, all of it for everybody, and a new one."""
     from raytune_fsdp.record.report.page import make_curve, make_report

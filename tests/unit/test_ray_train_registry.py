@@ -196,7 +196,6 @@ def test_truncated_at_any_byte(tmp_path: Path) -> None:
     assert [size for size in range(len(whole) + 1) if _check_any(run, whole[:size])] == [len(whole)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("bit", [0, 3, 5, 7])
 def test_any_byte_flipped(tmp_path: Path, bit: int) -> None:
     run = Run(tmp_path, range(2, 6, 2))

@@ -217,7 +217,6 @@ def saved(place: RunDir, *, recovery: bool) -> list[int]:
     return [each["step"] for each in events if each.get("recovery", False) is recovery]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("chosen", "crash_at"),
     [
@@ -275,7 +274,6 @@ def test_a_run_without_checkpoints_is_warned_of_once(
     assert saved(RunDir.of(config), recovery=True) == []
 
 
-@pytest.mark.thorough
 def test_a_crash_loses_what_the_clock_says_and_not_the_run(tmp_path: Path, time: clocks.Clock) -> None:
     """Attempts of six minutes each come to a checkpoint: what is lost counts on."""
     config = make_config(
@@ -299,7 +297,6 @@ def test_a_crash_loses_what_the_clock_says_and_not_the_run(tmp_path: Path, time:
     assert [(each.step, each.lasting) for each in committed(place.checkpoints)] == [(30, True)]
 
 
-@pytest.mark.thorough
 def test_storage_without_room_is_left_to_the_last_save(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +335,6 @@ def _short(home: Path, copies: int = 0, **sections: Any) -> FinetuneConfig:
     )  # fmt: skip
 
 
-@pytest.mark.thorough
 def test_a_damaged_recovery_point_leaves_one_to_go_back_to(tmp_path: Path, time: clocks.Clock) -> None:
     config, clean = _short(tmp_path), _short(tmp_path, run={"name": "clean"})
     place, plain = RunDir.of(config), attempt(clean, time, step=0.0)
@@ -353,7 +349,6 @@ def test_a_damaged_recovery_point_leaves_one_to_go_back_to(tmp_path: Path, time:
     assert there(place) == [(12, True)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("room_for", "by_clock", "at_crash"),
     [
@@ -388,7 +383,6 @@ def test_the_older_recovery_point_gives_way_to_saves_that_follow(
     assert there(place) == [(12, True)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_room_that_was_filled_since_is_taken_from_the_older_recovery_point(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch, copies: int
@@ -418,7 +412,6 @@ def test_room_that_was_filled_since_is_taken_from_the_older_recovery_point(
 OUTCOMES = (names.SAVED, names.SAVE_FAILED, names.ROOM_MADE)
 
 
-@pytest.mark.thorough
 def test_a_quota_with_room_for_two_takes_the_older_recovery_point(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +425,6 @@ def test_a_quota_with_room_for_two_takes_the_older_recovery_point(
     assert there(place) == [(12, True)]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fits", "planned", "asked", "gone", "asynchronous"),
     [
@@ -463,7 +455,6 @@ def test_a_planned_save_within_a_quota_is_made_whatever_the_clock_has_made_befor
         assert [a.read_bytes() for a in pieces_of(mine)] == [b.read_bytes() for b in pieces_of(its)]
 
 
-@pytest.mark.thorough
 def test_the_last_save_never_takes_the_only_checkpoint(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,7 +475,6 @@ def test_the_last_save_never_takes_the_only_checkpoint(
     assert there(place) == [(12, True)]
 
 
-@pytest.mark.thorough
 def test_the_last_save_is_tried_twice_and_leaves_the_newest_recovery_point(
     tmp_path: Path, time: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,7 +500,6 @@ def test_a_mean_of_recovery_points_has_to_be_asked_for(tmp_path: Path) -> None:
         checkpoints_to_average(str(tmp_path), steps=None, last=2)
 
 
-@pytest.mark.thorough
 def test_a_run_leaves_more_than_a_recovery_point_at_its_end(tmp_path: Path, time: clocks.Clock) -> None:
     """Shortened to the step of one: no step is left, and a checkpoint is made of it all the same, once."""
     config = _config(tmp_path, "short", every=None, keep_every=None, keep_best=0)

@@ -366,7 +366,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "/dev/null/x.html cannot be written" in no_place and "--out" in no_place
 
 
-@pytest.mark.thorough
 def test_pictures_beside_the_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = [str(write_run(tmp_path / name, 20)) for name in ("a", "b")]

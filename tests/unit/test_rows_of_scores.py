@@ -581,7 +581,6 @@ def test_rows_with_the_same_text_are_held_out_together_and_only_equal_ones_are_d
     places_by_the_book(evals[HELD_OUT])
 
 
-@pytest.mark.thorough
 def test_a_run_opens_shows_and_counts_its_scored_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = write(tmp_path, [*scored_rows(9), {"text": "x", "label": "fine", "w": 1}], **AS_SCORE).model_dump(
         mode="json"

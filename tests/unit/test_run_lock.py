@@ -217,7 +217,6 @@ def test_who_gives_no_sign_of_life_loses_the_run_and_finds_out(
     assert f"process {holder.pid} on " in warning and "has not been heard of" in warning
 
 
-@pytest.mark.thorough
 def test_one_of_several_newcomers_gets_it(tmp_path: Path, quick: None) -> None:
     config = config_of(tmp_path)
     place = RunDir.of(config)

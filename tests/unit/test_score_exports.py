@@ -58,7 +58,6 @@ CLASSES = {
     "qwen3_5": "Qwen3_5TextForSequenceClassification",
 }
 """Of one that also sees, the class of what the run trains: of Gemma 3 all, of Qwen 3.5 the language model."""
-THOROUGH = pytest.mark.thorough
 
 
 def scoring_config(home: Path, values: Mapping[str, Any], **sections: Mapping[str, Any]) -> FinetuneConfig:
@@ -198,7 +197,7 @@ def values_of(model: str) -> dict[str, Any]:
     return {"model_type": model, **SEEING[model]} if model in SEEING else architecture(model)
 
 
-@pytest.mark.parametrize("model", [pytest.param(each, marks=THOROUGH if each in SEEING else ()) for each in CLASSES])
+@pytest.mark.parametrize("model", CLASSES)
 def test_transformers_scores_an_export_as_the_run_does(tmp_path: Path, model: str) -> None:
     config = scoring_config(tmp_path, values_of(model))
     files = described(tmp_path, config)
@@ -225,7 +224,7 @@ METHODS: dict[str, dict[str, Any]] = {
 ADAPTERS = [
     ("llama", "lora"),
     ("llama", "whole"),
-    pytest.param("gemma3", "lora", marks=THOROUGH),
+    ("gemma3", "lora"),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in (("llama", "dora"), ("llama", "ia3"), ("qwen3", "lora"), ("qwen3_5", "lora"))

@@ -54,7 +54,6 @@ worlds = {
 }
 
 
-@pytest.mark.thorough
 @given(kind=st.sampled_from(SAME_LOG), seeds=st.sampled_from([1, 3]), chance=st.integers(0, 2**32), **worlds)
 @settings(max_examples=60, deadline=None)
 def test_the_log_is_the_same_whatever_is_killed(kind: str, seeds: int, chance: int, **world: Any) -> None:

@@ -129,7 +129,6 @@ def test_a_difference_within_the_seeds_is_none(differences: list[float], exceeds
     assert over_seeds(trials, measured, compared_with=0)[1].exceeds is exceeds
 
 
-@pytest.mark.thorough
 def test_the_test_is_students() -> None:
     scipy = pytest.importorskip("scipy.stats")
     from raytune_fsdp.tune.table import _T

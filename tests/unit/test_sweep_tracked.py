@@ -21,7 +21,6 @@ from raytune_fsdp.tune.turn import begun_of
 from tests.running_sweeps import spec_of
 
 
-@pytest.mark.thorough
 def test_trials_are_below_the_sweep_which_keeps_its_run(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -66,7 +66,6 @@ def of(tokenizer: PreTrainedTokenizerBase, saved: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_tokenizers_of_forty_families_load_as_they_did(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int
@@ -90,7 +89,6 @@ def test_the_tokenizers_of_forty_families_load_as_they_did(
             assert not dropped or f": {', '.join(dropped)})" in said[0]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("family", ["bert", "llama 2"])
 def test_no_argument_of_a_tokenizer_s_config_opens_a_file(
@@ -177,7 +175,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "raytune_fsdp"
 
 
-@pytest.mark.thorough
 def test_each_content_is_tried_once_by_a_user(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,7 +197,6 @@ def test_each_content_is_tried_once_by_a_user(
     assert list((own_cache / "tokenizers").iterdir()) == [mark]
 
 
-@pytest.mark.thorough
 def test_the_word_of_somebody_else_counts_for_nothing(own_cache: Path, tmp_path: Path) -> None:
     """A cache that others may write to becomes the user's own; one of another user is not used."""
     (own_cache / "tokenizers").mkdir(parents=True)
@@ -218,7 +214,6 @@ def test_the_word_of_somebody_else_counts_for_nothing(own_cache: Path, tmp_path:
         assert not list((own_cache / "tokenizers").iterdir())
 
 
-@pytest.mark.thorough
 def test_a_tokenizer_that_takes_too_long_is_refused_and_the_next_one_is_tried(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ from tests.unit.fake_mlflow import FakeServer, Fault, on_record
 
 pytestmark = [
     pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed"),
-    pytest.mark.thorough,
 ]
 
 

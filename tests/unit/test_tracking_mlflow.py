@@ -38,7 +38,6 @@ from tests.unit.fake_mlflow import FakeServer, Fault, nodes_on_record, on_record
 
 pytestmark = [
     pytest.mark.skipif(not mlflow_installed(), reason="MLflow is not installed"),
-    pytest.mark.thorough,
 ]
 
 DEAD = "http://user:hunter2@127.0.0.1:9"

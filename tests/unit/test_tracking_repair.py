@@ -239,9 +239,7 @@ def long_record(path: Path, steps: int) -> None:
             file.write(evaluation % (first + 999))
 
 
-@pytest.mark.parametrize(
-    "steps", [pytest.param(100_000, marks=pytest.mark.thorough), pytest.param(1_000_000, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("steps", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_a_record_of_a_million_steps_is_resumed_in_seconds(tmp_path: Path, steps: int) -> None:
     """Of processor time, a million: 4.6 s, evaluations 0.8 s. When every line was parsed: 16 s and 29 s."""
     path = tmp_path / "metrics.jsonl"

@@ -162,7 +162,6 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-@pytest.mark.thorough
 def test_a_reference_is_written_without_training_what_is_there(trial: Any, tmp_path: Path) -> None:
     """Also where checkpoint.storage is a relative path; and a complete run without any checkpoint is an error."""
     trial.setup({"base": BASE, "checkpoint.storage": "kept"})
@@ -196,7 +195,6 @@ def test_a_run_whose_trial_has_failed_does_not_train_on(trial: Any, monkeypatch:
     assert stopped.wait(10)
 
 
-@pytest.mark.thorough
 def test_only_what_another_trial_still_has_is_taken_over(trial: Any, tmp_path: Path) -> None:
     trial.setup({"base": BASE})
     other = RunDir(tmp_path / "from/runs/rates-t1", str(tmp_path / "from/runs/rates-t1/checkpoints"))
@@ -214,7 +212,6 @@ def test_only_what_another_trial_still_has_is_taken_over(trial: Any, tmp_path: P
     trial.load_checkpoint(str(tmp_path))
 
 
-@pytest.mark.thorough
 def test_how_long_a_stop_takes_is_a_number(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STOP_SECONDS, "soon")
     with pytest.raises(ConfigError, match=f"{STOP_SECONDS}=soon is not a number of seconds"):

@@ -29,8 +29,6 @@ from raytune_fsdp.step.optim.build import build_optimizer
 from raytune_fsdp.step.optim.execution import BY_OPERATION, AsKernel, Execution
 from tests.unit.test_planner_memory import LLAMA, config_of
 
-pytestmark = pytest.mark.thorough
-
 CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {
     "8bit": {"optimizer": {"type": "adamw", "moments": "8bit"}},

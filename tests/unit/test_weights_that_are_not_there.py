@@ -314,7 +314,6 @@ def test_a_model_that_also_sees_is_read_as_text(tmp_path: Path, caplog: pytest.L
     assert_whole(save_heard(tmp_path / "heard", "qwen3_5"), caplog)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("most", [1, pytest.param(99, marks=pytest.mark.slow)])
 def test_no_model_that_is_whole_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, most: int) -> None:
     """`most`: so many of each group."""
@@ -329,7 +328,6 @@ def test_no_model_that_is_whole_is_refused(tmp_path: Path, caplog: pytest.LogCap
         assert_whole(save_heard(tmp_path / f"text-{kind}", kind, own_config=True), caplog)
 
 
-@pytest.mark.thorough
 def test_no_form_of_a_whole_model_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Tied under either name, the decoder alone, quantized, with further layers, in two files."""
     tied, head = save_checkpoint(tmp_path / "tied", "qwen3"), {"model.embed_tokens.weight": "lm_head.weight"}

@@ -17,8 +17,6 @@ import yaml
 
 from raytune_fsdp import __version__
 
-pytestmark = pytest.mark.thorough
-
 ROOT = Path(__file__).parents[2]
 LIGHT = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "yaml")
 """All that reading a config imports; linked from this environment, so that nothing is downloaded."""
