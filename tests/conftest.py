@@ -47,7 +47,9 @@ _took: dict[str, float] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=f"leave out tests of {_QUICK} s, and all but two cases")
-    parser.addoption("--write-seconds", action="store_true", help=f"write down in {_SECONDS.name} how long tests take")
+    parser.addoption(
+        "--write-seconds", action="store_true", help=f"write down in {_SECONDS.name} how long unit tests take"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -101,11 +103,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write down what `--quick` goes by, for the tests that have run (`--write-seconds`)."""
+    """Write down what `--quick` goes by, for the unit tests that have run (`--write-seconds`)."""
     if not session.config.getoption("--write-seconds") or hasattr(session.config, "workerinput"):
         return
     took: dict[str, float] = {}
     for nodeid, seconds in _took.items():
+        if not nodeid.startswith("tests/unit/"):
+            continue
         took[_test_of(nodeid)] = max(took.get(_test_of(nodeid), 0.0), seconds)
     known = {test: seconds for test, seconds in json.loads(_SECONDS.read_text()).items() if test not in took}
     known |= {test: round(seconds, 1) for test, seconds in took.items() if seconds >= _QUICK}
