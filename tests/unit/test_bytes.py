@@ -98,7 +98,7 @@ def _taken(cases: list[tuple[str, str]]) -> list[dict[str, tuple[int, int, int]]
 
 def test_a_step_takes_what_is_counted_with() -> None:
     """Of a matrix in a block exactly; 8 bits leave small weights, muon the embedding, and adafactor keeps means."""
-    cases = [(name, precision) for name in ROWS for precision in ("bf16", "bf16_pure")]
+    cases = [(name, precision) for name in ROWS for precision in ("bf16", "fp32", "bf16_pure")]
     sizes = {name: p.numel() for name, p in build("llama", hidden_size=256, intermediate_size=512).named_parameters()}
     for (name, precision), taken in zip(cases, run_ranks(_taken, 1, cases)[0], strict=True):
         own = MASTER_DTYPE[precision].itemsize
