@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -71,6 +71,7 @@ class _Call:
     world: int
     store: str
     cloud: dict[str, str]
+    directory: str = field(default_factory=os.getcwd)
 
 
 def _cloud() -> dict[str, str]:
@@ -263,6 +264,7 @@ def _do(pipe: Connection, call: _Call) -> None:
 
     faulthandler.enable()  # a crash in native code says where, among what the test's processes have printed
     torch.set_num_threads(1)
+    os.chdir(call.directory)
     store = dist.FileStore(call.store, call.world)
     dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world)
     try:
