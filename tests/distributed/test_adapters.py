@@ -42,7 +42,7 @@ pytest.importorskip("peft")
 
 SLOW = pytest.mark.slow
 STEPS = 8
-TRAIN = {"global_batch": 8, "micro_batch": 2, "max_steps": STEPS}
+TRAIN = {"global_batch": 10, "micro_batch": 2, "max_steps": STEPS}
 SAVES = {"every": 4, "asynchronous": False}
 
 LORA = {"type": "lora", "rank": 4, "alpha": 8}

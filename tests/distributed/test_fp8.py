@@ -24,7 +24,7 @@ def config_of(directory: Path, name: str, steps: int = STEPS, **parallel: Any) -
     data = {"eval": [{"name": "same", "path": str(directory / "tokens.jsonl"), "format": {"type": "tokens"}}]}
     make_config(directory, LLAMA)  # writes the tokens
     return make_config(
-        directory, LLAMA, run={"name": name}, train={"global_batch": 8, "max_steps": steps}, data=data,
+        directory, LLAMA, run={"name": name}, train={"max_steps": steps}, data=data,
         parallel={"precision": "fp8", **parallel},
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ BOUNDS = {"gpt2": (1e-10, 1e-10), "llama": (1e-8, 1e-6)}
 
 def config_of(directory: Path, name: str, train: dict[str, Any], **sections: Any) -> FinetuneConfig:
     architecture = sections.pop("architecture", {**GPT2, "resid_pdrop": 0.1, "embd_pdrop": 0.1})
-    train = {"global_batch": 8, "micro_batch": 2, "max_steps": STEPS, **train}
+    train = {"global_batch": 10, "micro_batch": 2, "max_steps": STEPS, **train}
     return make_config(directory, architecture, run={"name": name}, train=train, **sections)
 
 

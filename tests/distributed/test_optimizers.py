@@ -187,7 +187,7 @@ def run_of(directory: Path, kind: str, name: str) -> FinetuneConfig:
     architecture, precision, optim = RUNS[kind]
     return make_config(
         directory, architecture, run={"name": f"{kind}-{name}"}, parallel={"precision": precision}, optim=optim,
-        train={"global_batch": 6, "max_steps": 6}, checkpoint={"every": 6, "asynchronous": False},
+        train={"max_steps": 6}, checkpoint={"every": 6, "asynchronous": False},
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from tests.ranks import resident_ranks
 from tests.runs import LLAMA, make_config, trajectory
 
 CPU = torch.device("cpu")
-SHORT = {"global_batch": 8, "micro_batch": 2, "max_steps": 12}
+SHORT = {"global_batch": 10, "micro_batch": 2, "max_steps": 12}
 
 
 def run_dir(config: FinetuneConfig) -> Path:
