@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from raytune_fsdp.model.proof import documents
 from raytune_fsdp.model.split.sequence import split_tokens
 from raytune_fsdp.model.split.tensor import split_layers
 from tests.models import VOCABULARY, build
-from tests.ranks import resident_ranks, run_ranks
+from tests.ranks import resident_ranks
 
 CPU = torch.device("cpu")
 WEIGHTS = [
@@ -47,9 +48,9 @@ def of_ties(part: VocabularyPart, k: int) -> float:
     return apart(asked(logits[:, part.first : part.first + part.rows].clone(), part), asked(logits, None))
 
 
+@mock.patch.dict(chunked_head._CHUNK, cpu=VOCABULARY * 5)
 def differences(k: int) -> list[float]:
     """Of predictions, and for each objective of losses, figures, and gradients of all weights, whose layers are cut."""
-    chunked_head._CHUNK["cpu"] = VOCABULARY * 5
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     whole = build("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=6).double().train()
     install_chunked_loss(whole)
@@ -80,7 +81,7 @@ def differences(k: int) -> list[float]:
 
 @pytest.mark.parametrize(("world", "k"), [(2, 7), (3, 64), (3, 1), (2, VOCABULARY)])
 def test_a_vocabulary_that_is_cut(world: int, k: int) -> None:
-    for found in run_ranks(differences, world, k):  # it sets the size of chunks
+    for found in resident_ranks(differences, world, k):
         assert len(found) > 20 and max(found) <= 1e-12
 
 

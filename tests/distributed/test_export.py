@@ -77,7 +77,11 @@ def run(home: Path, model: Mapping[str, Any]) -> Path:
     return home / "runs" / "run"
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module",
+    # Its head is tied as those of the next two are.
+    params=[pytest.param(name, marks=pytest.mark.slow if name == "qwen3" else ()) for name in NAMES],
+)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A run of each architecture, from random weights."""
     home = tmp_path_factory.mktemp(request.param)

@@ -12,19 +12,20 @@ from raytune_fsdp.base.errors import ResumeError
 from raytune_fsdp.config import FinetuneConfig
 from raytune_fsdp.record.jsonl import read_evaluations
 from tests.checkpoints import checkpoints, tensors_in
-from tests.ranks import resident_ranks, run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import LLAMA, largest_difference, make_config, prepare_on_rank0, train_rank, trajectory
 
 pytest.importorskip("torchao")
 
-STEPS = 8
+STEPS = 4
 
 
 def config_of(directory: Path, name: str, steps: int = STEPS, **parallel: Any) -> FinetuneConfig:
     data = {"eval": [{"name": "same", "path": str(directory / "tokens.jsonl"), "format": {"type": "tokens"}}]}
     make_config(directory, LLAMA)  # writes the tokens
     return make_config(
-        directory, LLAMA, run={"name": name}, train={"max_steps": steps}, data=data,
+        directory, LLAMA, run={"name": name}, data=data,
+        train={"global_batch": 6, "micro_batch": 2, "max_steps": steps},
         parallel={"precision": "fp8", **parallel},
     )  # fmt: skip
 
@@ -62,11 +63,11 @@ def test_worlds_are_as_far_apart_as_in_bf16(tmp_path: Path, scaling: str) -> Non
 def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     straight = trajectory(config_of(tmp_path, "straight", reduce_dtype="bf16", cpu_offload=True), 2)
     config = config_of(tmp_path, "stopped", reduce_dtype="bf16", cpu_offload=True)
-    assert resident_ranks(train_rank, 2, config.model_dump(), 5) == [True, True]
+    assert resident_ranks(train_rank, 2, config.model_dump(), 3) == [True, True]
     assert trajectory(config, 2) == straight
     other = config_of(tmp_path, "stopped", steps=STEPS + 1, fp8_scaling="rowwise")
     with pytest.raises(AssertionError, match=r"parallel\.fp8_scaling"):
-        run_ranks(prepare_on_rank0_again, 1, other.model_dump())
+        resident_ranks(prepare_on_rank0_again, 1, other.model_dump())
 
 
 def prepare_on_rank0_again(values: dict[str, Any]) -> None:
@@ -78,7 +79,7 @@ def prepare_on_rank0_again(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("first", "then"), [("bf16", "fp8"), pytest.param("fp8", "bf16", marks=pytest.mark.slow)])
 def test_checkpoints_are_those_of_bf16(tmp_path: Path, first: str, then: str) -> None:
     """The same tensors of the same types, with which a run in the other precision begins."""
-    base = config_of(tmp_path, "first", precision=first)
+    base = config_of(tmp_path, "first", steps=1, precision=first)
     resident_ranks(train_rank, 2, base.model_dump())
     parent = checkpoints(tmp_path / "runs" / "first")[-1]
     model = {"init": "pretrained", "architecture": None, "path": parent.path}

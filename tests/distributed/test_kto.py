@@ -16,7 +16,7 @@ from tests.runs import largest_difference, trajectory
 @pytest.mark.parametrize(
     ("name", "packing", "worlds"),
     [
-        ("kto weighted", "best_fit", (1, 3)),
+        ("kto weighted", "best_fit", (3,)),
         *(pytest.param(name, packing, (1, 2, 3, 5), marks=SLOW) for name in KTO for packing in ("best_fit", "none")),
     ],
 )

@@ -15,7 +15,7 @@ from raytune_fsdp.run.prepare import prepare
 from tests.runs import GPT2, LLAMA, largest_difference, make_config, trajectory
 
 SLOW = pytest.mark.slow
-STEPS = 8
+STEPS = 4
 ALL = {"neftune_noise_alpha": 5.0, "label_smoothing": 0.1, "z_loss": 1e-3}
 BOUNDS = {"gpt2": (1e-10, 1e-10), "llama": (1e-8, 1e-6)}
 """Relative, of losses and gradient norms, in fp64."""
@@ -56,11 +56,11 @@ def test_routers_balance_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
     sections: Any = {
         "architecture": MIXTURE,
         "parallel": {"precision": "fp32", "activation_checkpointing": "full"},
-        "checkpoint": {"every": 4, "asynchronous": False},
+        "checkpoint": {"every": 2, "asynchronous": False},
     }
     configs = {name: config_of(tmp_path, name, ROUTERS, **sections) for name in ("alone", "three")}
     alone = trajectory(configs["alone"], 1)
-    trajectory(configs["three"], 3, stop_after=5)
+    trajectory(configs["three"], 3, stop_after=3)
     rows = trajectory(configs["three"], 2)
     assert largest_difference(alone, rows, "loss") < 1e-5 and largest_difference(alone, rows, "grad_norm") < 1e-4
     records = [
@@ -72,8 +72,8 @@ def test_routers_balance_alike_on_any_number_of_ranks(tmp_path: Path) -> None:
         # Rounding may send a token elsewhere: of some 700 choices in a step and layer, one is 1 % of a mean.
         assert one["expert_load"] == pytest.approx(other["expert_load"], rel=0.02)
         assert step_values(one)["train/expert_load/max"] == max(one["expert_load"])
-    without = trajectory(config_of(tmp_path, "without", {}, **sections), 1)
-    assert all(a["loss"] > b["loss"] + 0.05 for a, b in zip(alone, without, strict=True)), "they do nothing"
+    without = trajectory(config_of(tmp_path, "without", {}, **sections), 1, stop_after=2)
+    assert all(a["loss"] > b["loss"] + 0.05 for a, b in zip(alone[:2], without, strict=True)), "they do nothing"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_resume_is_bit_equal_and_heads_agree(tmp_path: Path, loss: str, compiled
     }
     whole = trajectory(config_of(tmp_path, "whole", ALL, **sections), 2)
     stopped = config_of(tmp_path, "stopped", ALL, **sections)
-    trajectory(stopped, 2, stop_after=5)
+    trajectory(stopped, 2, stop_after=3)
     assert trajectory(stopped, 2) == whole
     other = {**sections, "model": {**sections["model"], "loss": "plain" if loss == "chunked" else "chunked"}}
     rows = trajectory(config_of(tmp_path, "other", ALL, **other), 2, stop_after=2)

@@ -38,8 +38,15 @@ def packed_and_alone(values: dict[str, Any]) -> float:
     return largest
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("architecture", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [
+        pytest.param(GPT2, "eager", id="gpt2-eager"),
+        pytest.param(LLAMA, "sdpa", id="llama-sdpa"),
+        pytest.param(GPT2, "sdpa", id="gpt2-sdpa", marks=pytest.mark.slow),
+        pytest.param(LLAMA, "eager", id="llama-eager", marks=pytest.mark.slow),
+    ],
+)
 def test_packed_equals_alone(tmp_path: Any, architecture: dict[str, Any], attention: str) -> None:
     config = make_config(tmp_path, architecture).model_dump()
     config["model"]["attention"] = attention
@@ -49,7 +56,7 @@ def test_packed_equals_alone(tmp_path: Any, architecture: dict[str, Any], attent
 
 def test_an_architecture_whose_documents_see_each_other_is_refused(tmp_path: Any) -> None:
     """OPT takes position_ids, but its mask does not look at them. With a kernel that is told the borders it packs."""
-    train = {"global_batch": 4, "micro_batch": 2, "max_steps": 2}
+    train = {"global_batch": 4, "micro_batch": 2, "max_steps": 1}
     config = make_config(tmp_path, OPT, run={"name": "borders"}, train=train)
     assert resident_ranks(train_rank, 2, config.model_dump()) == [False, False]
     config = make_config(tmp_path, OPT, train=train, model={"attention": "sdpa"})
@@ -58,7 +65,7 @@ def test_an_architecture_whose_documents_see_each_other_is_refused(tmp_path: Any
         resident_ranks(train_rank, 2, config.model_dump())
     assert not (tmp_path / "runs" / "run").exists()
     data = {**config.model_dump()["data"], "packing": "none"}
-    padded = make_config(tmp_path, OPT, train={"global_batch": 4, "micro_batch": 2, "max_steps": 2}, data=data)
+    padded = make_config(tmp_path, OPT, train=train, data=data)
     assert resident_ranks(train_rank, 2, padded.model_dump()) == [False, False]
 
 

@@ -25,8 +25,8 @@ from tests.peers import reach, serving
 from tests.ranks import resident_ranks, run_ranks
 from tests.runs import make_config, trajectory
 
-TRAIN = {"global_batch": 8, "micro_batch": 2, "max_steps": 14}
-COPIES = {"every": 10, "peer_copies": 1, "peer_every": 3}
+TRAIN = {"global_batch": 8, "micro_batch": 2, "max_steps": 8}
+COPIES = {"every": 5, "peer_copies": 1, "peer_every": 2}
 
 
 def stand(
@@ -95,18 +95,18 @@ def test_a_run_goes_on_from_the_newest_copy_and_learns_the_same(config: Finetune
     """First before there is any checkpoint, then after one, then on another number of ranks."""
     place = RunDir.of(config)
     with serving(["n0", "n1", "n2"]) as (keepers, served):
-        die(config, served, 9)
+        die(config, served, 4)
         assert committed(place.checkpoints) == [], "a copy is no checkpoint"
-        die(config, served, 14)
-        assert [each.step for each in committed(place.checkpoints)] == [10]
-        assert run_ranks(attempt, 3, config.model_dump(), served) == [(12, True)] * 3
+        die(config, served, 8)
+        assert [each.step for each in committed(place.checkpoints)] == [5]
+        assert resident_ranks(attempt, 3, config.model_dump(), served) == [(6, True)] * 3
         assert sum(keeper.nbytes() > 0 for keeper in keepers.values()) >= 2
     started = [each["fields"] for each in read_events(place.events) if each["event"] == "attempt_started"]
     assert [(each["resumed_from"], each.get("from_peers", False)) for each in started] == [
-        (0, False), (6, True), (12, True),
+        (0, False), (2, True), (6, True),
     ]  # fmt: skip
-    assert [each["fields"]["step"] for each in read_events(place.events) if each["event"] == "saved"] == [10, 14]
-    assert [each.step for each in committed(place.checkpoints)] == [10, 14]
+    assert [each["fields"]["step"] for each in read_events(place.events) if each["event"] == "saved"] == [5, 8]
+    assert [each.step for each in committed(place.checkpoints)] == [5, 8]
     assert read_trajectory(place.metrics) == undisturbed(config)
 
 
@@ -130,56 +130,56 @@ def test_a_copy_that_is_not_whole_or_not_on_record_is_never_taken(config: Finetu
     place, nodes = RunDir.of(config), ["n0", "n1"]
     values = config.model_dump()
     with serving(nodes) as (keepers, served):
-        die(config, served, 14)
-        assert resident_ranks(where, 2, values, served) == [(12, True)] * 2
+        die(config, served, 8)
+        assert resident_ranks(where, 2, values, served) == [(6, True)] * 2
         kept = {node: keeper._copies for node, keeper in keepers.items()}
         for kind in ("state.json", ".distcp", "tensors.json", "manifest.json", "not sealed", "dropped"):
             for node, keeper in keepers.items():
                 keeper._copies = copy.deepcopy(kept[node])
             harm(keepers, kind)
-            assert resident_ranks(where, 2, values, served) == [(10, False)] * 2, kind
+            assert resident_ranks(where, 2, values, served) == [(5, False)] * 2, kind
         assert not [each for each in read_events(place.events) if each["event"] == "checkpoint_damaged"]
         for node, keeper in keepers.items():
             keeper._copies = copy.deepcopy(kept[node])
         with serving(nodes) as (_, others):  # an attempt that does not reach it goes on from the checkpoint,
-            die(config, others, 12)  # and is lost before that step
-        assert resident_ranks(where, 2, values, served) == [(10, False)] * 2
+            die(config, others, 6)  # and is lost before that step
+        assert resident_ranks(where, 2, values, served) == [(5, False)] * 2
         with serving(nodes) as (_, others):
-            die(config, others, 13)
-        assert resident_ranks(where, 2, values, served) == [(10, False)] * 2, "or has trained it by itself"
+            die(config, others, 7)
+        assert resident_ranks(where, 2, values, served) == [(5, False)] * 2, "or has trained it by itself"
 
 
 def test_what_was_loaded_has_the_digest_of_what_was_copied(config: FinetuneConfig) -> None:
     """A copy whose manifest has another digest is whole; the attempt after it goes on from the checkpoint."""
     with serving(["n0", "n1"]) as (keepers, served):
-        die(config, served, 5)
+        die(config, served, 4)
         for keeper in keepers.values():
             for files in keeper._copies.values():
                 manifest = files["manifest.json"]
                 text = manifest.pieces[0].decode()
                 at = text.index('"everything": "') + 15
                 manifest.pieces[0] = f"{text[:at]}{'0' if text[at] != '0' else '1'}{text[at + 1 :]}".encode()
-        assert resident_ranks(where, 2, config.model_dump(), served) == [(3, True)] * 2
+        assert resident_ranks(where, 2, config.model_dump(), served) == [(2, True)] * 2
         with pytest.raises(AssertionError, match="is not that of what was loaded from it"):
-            run_ranks(attempt, 2, config.model_dump(), served)
+            resident_ranks(attempt, 2, config.model_dump(), served)
         assert resident_ranks(where, 2, config.model_dump(), served) == [(0, False)] * 2
 
 
 @pytest.mark.slow
 def test_a_fork_goes_on_from_its_own_copy_and_without_one_begins_again(config: FinetuneConfig) -> None:
     whole, values = undisturbed(config), config.model_dump()
-    values["run"]["fork"] = {"run": "whole", "step": 10}
+    values["run"]["fork"] = {"run": "whole", "step": 5}
     fork = FinetuneConfig.model_validate(values)
     place = RunDir.of(fork)
     with serving(["n0", "n1"]) as (keepers, served):
-        die(fork, served, 14)
+        die(fork, served, 8)
         assert committed(place.checkpoints) == []
-        assert resident_ranks(where, 2, values, served) == [(12, True)] * 2
+        assert resident_ranks(where, 2, values, served) == [(6, True)] * 2
         kept = {node: copy.deepcopy(keeper._copies) for node, keeper in keepers.items()}
         harm(keepers, "dropped")
-        assert resident_ranks(where, 2, values, served) == [(10, False)] * 2
+        assert resident_ranks(where, 2, values, served) == [(5, False)] * 2
         for node, keeper in keepers.items():
             keeper._copies = kept[node]
-        assert run_ranks(attempt, 2, values, served) == [(12, True)] * 2
-    assert read_trajectory(place.metrics) == whole[10:]
-    assert [each.step for each in committed(place.checkpoints)] == [14]
+        assert resident_ranks(attempt, 2, values, served) == [(6, True)] * 2
+    assert read_trajectory(place.metrics) == whole[5:]
+    assert [each.step for each in committed(place.checkpoints)] == [8]

@@ -24,7 +24,7 @@ from tests.ranks import resident_ranks
 from tests.runs import LLAMA, make_config, trajectory
 
 CPU = torch.device("cpu")
-SHORT = {"global_batch": 10, "micro_batch": 2, "max_steps": 12}
+SHORT = {"global_batch": 6, "micro_batch": 2, "max_steps": 12}
 
 
 def run_dir(config: FinetuneConfig) -> Path:
@@ -121,22 +121,22 @@ def train_with_scale(values: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fp16_recovers_from_an_overflow(tmp_path: Path, world: int) -> None:
-    config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 24})
+    config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train=SHORT)
     first = 2.0**26
     results = resident_ranks(train_with_scale, world, config.model_dump(), first)
     bad = skipped_steps(config)
     assert bad[:2] == [1, 2], "the scale is far too large for the first steps"
-    assert bad[-1] <= 20, "and has found its size soon"
+    assert bad[-1] <= 8, "and has found its size soon"
     for result in results:
         assert result["error"] is None
         assert result["kept"] == bad
-        assert result["scales"] == [first / 2 ** sum(b < step for b in bad) for step in range(1, 25)]
+        assert result["scales"] == [first / 2 ** sum(b < step for b in bad) for step in range(1, 13)]
     losses = [row["loss"] for row in read_trajectory(run_dir(config) / "metrics.jsonl")]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
     state = read_state(checkpoints(run_dir(config))[-1])
     assert state.loss_scale == first / 2 ** len(bad)
-    assert state.good_steps == 24 - bad[-1]
+    assert state.good_steps == 12 - bad[-1]
 
 
 class Momentum:
@@ -171,6 +171,7 @@ def train_by_momentum(values: Mapping[str, Any], scale: float) -> dict[str, Any]
     )
 
 
+@pytest.mark.slow
 def test_any_optimizer_skips_what_is_not_finite(tmp_path: Path) -> None:
     config = make_config(tmp_path, LLAMA, parallel={"precision": "fp16"}, train={**SHORT, "max_steps": 12})
     results = resident_ranks(train_by_momentum, 2, config.model_dump(), 2.0**26)
@@ -218,14 +219,17 @@ def dtypes(values: Mapping[str, Any]) -> dict[str, set[torch.dtype]]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    ("precision", "compute", "master"),
+    ("precision", "compute", "master", "world"),
     [
-        ("bf16", torch.bfloat16, torch.float32),
-        ("fp16", torch.float16, torch.float32),
-        ("bf16_pure", torch.bfloat16, torch.bfloat16),
-        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32, 1),  # where FSDP shards nothing, but computes in other types
+        ("fp32", torch.float32, torch.float32, 1),  # without FSDP
+        ("bf16", torch.bfloat16, torch.float32, 2),
+        ("bf16_pure", torch.bfloat16, torch.bfloat16, 2),
+        pytest.param("fp16", torch.float16, torch.float32, 1, marks=pytest.mark.slow),
+        pytest.param("fp16", torch.float16, torch.float32, 2, marks=pytest.mark.slow),
+        pytest.param("bf16_pure", torch.bfloat16, torch.bfloat16, 1, marks=pytest.mark.slow),
+        pytest.param("fp32", torch.float32, torch.float32, 2, marks=pytest.mark.slow),
     ],
 )
 def test_types(tmp_path: Path, world: int, precision: str, compute: torch.dtype, master: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from raytune_fsdp.run.assemble import assemble
 from raytune_fsdp.run.prepare import prepare
 from raytune_fsdp.run.publish import publish
 from tests.checkpoints import checkpoints, tensors_in
-from tests.distributed.test_adapters import config_of, run_dir
+from tests.distributed.test_adapters import FOR_FOUR, config_of, run_dir
 from tests.distributed.test_loading_memory import MIB, SLACK, Peak
 from tests.models import build
 from tests.ranks import resident_ranks, run_ranks
@@ -52,9 +52,9 @@ FP32: Any = {"parallel": {"precision": "fp32"}}
 def test_worlds_agree(tmp_path: Path, model: str, kind: Kind, worlds: tuple[int, ...]) -> None:
     method = {**QLORA, "quantization": kind}
     sections = FP32 if model == "mixtral" else {}  # torch has no product of experts in fp64
-    whole = trajectory(config_of(tmp_path, model, method, name="1", **sections), 1)
+    whole = trajectory(config_of(tmp_path, model, method, name="1", train=FOR_FOUR, **sections), 1)
     for world in worlds:
-        rows = trajectory(config_of(tmp_path, model, method, name=str(world), **sections), world)
+        rows = trajectory(config_of(tmp_path, model, method, name=str(world), train=FOR_FOUR, **sections), world)
         assert largest_difference(whole, rows, "loss") < (1e-5 if sections else 1e-8)
         assert largest_difference(whole, rows, "grad_norm") < (1e-4 if sections else 1e-6)
 
@@ -79,7 +79,7 @@ def _bytes_of(config: FinetuneConfig, prepared: Any, standing: Any, fill: str) -
 
 @pytest.mark.slow
 def test_the_bytes_are_the_same_at_every_world_and_however_they_are_read(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "llama", QLORA, **FP32)
+    config = config_of(tmp_path, "llama", QLORA, train=FOR_FOUR, **FP32)
     (first,) = resident_ranks(_bytes_of, 1, config, *prepare(config, 1), "sharded")
     assert len(first) == 14, "seven layers in each of two blocks; not the head"
     for world, fill in ((2, "sharded"), (2, "rank0"), (3, "sharded"), (4, "rank0")):
@@ -139,7 +139,7 @@ def test_resume_is_bit_equal_and_what_comes_out_is_beside_the_stored_weights(tmp
     sections: Any = {"parallel": {"precision": "bf16"}}
     whole = trajectory(config_of(tmp_path, "llama", QLORA, name="whole", **sections), 2)
     config = config_of(tmp_path, "llama", QLORA, **sections)
-    trajectory(config, 2, stop_after=5)
+    trajectory(config, 2, stop_after=3)
     assert trajectory(config, 2) == whole
     checkpoint = find_checkpoint(run_dir(config))
     publish(checkpoint, tmp_path / "merged", ExportConfig(merge=True, dtype="fp32"))

@@ -90,14 +90,17 @@ def teacher(tmp_path: Path) -> Path:
     return Path(model_at(tmp_path / "teacher", seed=4)["path"])
 
 
-def test_predictions_do_not_depend_on_the_number_of_ranks(tmp_path: Path, teacher: Path) -> None:
+@pytest.mark.parametrize("worlds", [(1, 3), pytest.param((1, 2), marks=SLOW)])
+def test_predictions_do_not_depend_on_the_number_of_ranks(
+    tmp_path: Path, teacher: Path, worlds: tuple[int, int]
+) -> None:
     found = []
-    for world in (1, 2, 3):
+    for world in worlds:
         config = lessons(tmp_path / f"on-{world}", teacher)
         found.append((trajectory(config, world), predicted(config), windows_of(config)))
-    assert found[0][1] == found[1][1] == found[2][1] and len(found[0][1]) == 30
-    assert found[0][2] == found[1][2] == found[2][2] and len(found[0][2]) == 4
-    assert close(found[0][0], found[1][0]) < 1e-10 and close(found[0][0], found[2][0]) < 1e-10
+    assert found[0][1] == found[1][1] and len(found[0][1]) == 30
+    assert found[0][2] == found[1][2] and len(found[0][2]) == 4
+    assert close(found[0][0], found[1][0]) < 1e-10
 
 
 def test_they_are_what_transformers_computes_and_what_is_not_kept_is_said(tmp_path: Path, teacher: Path) -> None:
@@ -146,7 +149,7 @@ def test_students_and_mixes_share_what_is_known(tmp_path: Path, teacher: Path) -
     copy = shutil.copytree(store_of(first).directory, tmp_path / "copy")
     shutil.rmtree(store_of(first).directory.parent)
     third = lessons(tmp_path, copy, run={"name": "third", "seed": 5}, model={"architecture": LLAMA})
-    assert len(trajectory(third, 2)) == 6, "without the model"
+    assert len(trajectory(third, 1)) == 6, "without the model"
     assert close(whole, trajectory(lessons(tmp_path, copy), 3)) < 1e-10, "the same run goes on from the copy"
 
 

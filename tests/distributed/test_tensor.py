@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from raytune_fsdp.tools.audit.comparison import TensorDifference, compare_tensor
 from tests.distributed.test_sequence import FP32, LLAMA_FP64, MIXTRAL, QWEN3, STEPS, check_learns_the_same
 from tests.formulas import summed_by_layers
 from tests.models import ARCHITECTURES, EXPERTS, build, save_checkpoint
-from tests.ranks import resident_ranks, run_ranks
+from tests.ranks import resident_ranks
 from tests.runs import LLAMA, largest_difference, make_config, trajectory
 
 SLOW = pytest.mark.slow
@@ -134,7 +135,7 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path, method: str, first: tup
     alone = trajectory(config_of(tmp_path, "alone", {}, **sections), 1)
     for number, (world, mesh) in enumerate([first, *HOPS], start=1):
         config = config_of(tmp_path, "moved", mesh, **sections)
-        trajectory(config, world, stop_after=2 * number)
+        trajectory(config, world, stop_after=number)
         run = Path(config.run.storage) / "moved"
         found = committed(str(run / "checkpoints"))[-1]
         others = [(4, {"tensor": 2, "sequence": 2}), (1, {})]
@@ -142,7 +143,7 @@ def test_a_run_goes_on_with_another_mesh(tmp_path: Path, method: str, first: tup
             again = config_of(tmp_path, "moved", other, **sections)
             place = tmp_path / f"again{ranks}"
             shutil.copytree(run / MODEL_FILES, place / MODEL_FILES)
-            run_ranks(save_again, ranks, again.model_dump(), str(place / "checkpoints"))
+            resident_ranks(save_again, ranks, again.model_dump(), str(place / "checkpoints"))
             (saved,) = committed(str(place / "checkpoints"))
             differences = list(compare_tensors(found, saved, None))
             assert len(differences) > 20
@@ -204,9 +205,9 @@ def summed(values: Mapping[str, Any]) -> tuple[float, int, set[int]]:
     config = FinetuneConfig.model_validate(values)
     prepared, standing = prepare_on_rank0(config)
     parts = assemble(config, prepared, standing, torch.device("cpu"))
-    chunked_head._CHUNK["cpu"] = 67 * 66  # not all losses at once: of fewer tokens of the vocabulary more would fit
-    batches = next(parts.batches)
-    with Collectives() as seen, Widest() as widest:
+    # Not all losses at once: of fewer tokens of the vocabulary more would fit.
+    chunk, batches = mock.patch.dict(chunked_head._CHUNK, cpu=67 * 66), next(parts.batches)
+    with chunk, Collectives() as seen, Widest() as widest:
         train_step(
             parts.model, parts.optimizer, parts.scale, batches,
             plan=standing.plan, parallel=parts.parallel, optim=config.optim, lr_factor=1.0, seed=3,
@@ -223,7 +224,7 @@ def test_what_layers_add_up_is_what_the_formula_says(tmp_path: Path, recompute: 
         parallel={"precision": "fp32", "mesh": {"tensor": 2}, "activation_checkpointing": recompute},
     )  # fmt: skip
     layers = summed_by_layers(tokens=96, width=32, layers=2, members=2, recomputed=times)
-    for numbers, targets, last in run_ranks(summed, 2, config.model_dump()):
+    for numbers, targets, last in resident_ranks(summed, 2, config.model_dump()):
         # The result of the embedding, the gradient of what the head gets, and five numbers of each target.
         assert numbers == layers + 96 * 32 + targets * (32 + 5)
         assert last & {66, 67} and 133 not in last

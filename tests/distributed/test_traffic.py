@@ -91,7 +91,8 @@ def config_of(directory: Path, blocks: int, name: str = "run", **sections: Any) 
 CASES = [
     (3, 2, "llama", {"parallel": {"precision": "bf16"}}),
     (4, 2, "llama", {"parallel": {"precision": "bf16", "strategy": "hybrid_shard", "shard_size": 2}}),
-    (3, 2, "llama", {"parallel": {"precision": "fp32"}, "method": LORA}),
+    # What travels of adapters is counted below, too.
+    pytest.param(3, 2, "llama", {"parallel": {"precision": "fp32"}, "method": LORA}, marks=SLOW),
     (3, 2, "llama", {"parallel": {"precision": "fp8"}}),
     (3, 2, "llama", {"parallel": {"precision": "bf16", "reduce_dtype": "bf16"}}),
     (3, 2, "llama", {"parallel": {"precision": "bf16"}, "run": {"exact": True}}),

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.models import architecture
 from tests.ranks import resident_ranks
 from tests.runs import GPT2, LLAMA, make_config
 
+SLOW = pytest.mark.slow
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
 ASKING = ("cpu", "tolist", "numpy", "item", "cuda", "__bool__", "__float__", "__int__", "__index__")
 
@@ -68,7 +69,7 @@ def watched(values: Mapping[str, Any], disturb: bool) -> list[str]:
         norm = list(parts.model.modules())[-2]
         norm.register_forward_hook(lambda _, __, out: out * float(out.sum() != 0))
     found: list[str] = []
-    for number, batches in enumerate(islice(parts.batches, 3)):
+    for number, batches in enumerate(islice(parts.batches, 2)):
         operations, methods = Operations(), Methods()
         with methods, operations:
             train_step(
@@ -80,12 +81,13 @@ def watched(values: Mapping[str, Any], disturb: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    "make", [lambda: GPT2, lambda: architecture("gemma3_text", vocab_size=64)], ids=["gpt2", "gemma3"]
+    ("model", "world"),
+    [("gpt2", 2), ("gemma3_text", 1), *(pytest.param(*each, marks=SLOW) for each in (("gpt2", 1), ("gemma3_text", 2)))],
 )
-def test_a_step_asks_the_device_for_nothing(tmp_path: Path, make: Callable[[], dict[str, Any]], world: int) -> None:
-    config = make_config(tmp_path, make(), parallel={"precision": "bf16"})
+def test_a_step_asks_the_device_for_nothing(tmp_path: Path, model: str, world: int) -> None:
+    network = GPT2 if model == "gpt2" else architecture(model, vocab_size=64)
+    config = make_config(tmp_path, network, parallel={"precision": "bf16"})
     assert resident_ranks(watched, world, config.model_dump(), False) == [[]] * world
 
 
@@ -101,7 +103,7 @@ def test_a_step_of_ranks_that_share_layers_or_samples_asks_for_nothing(tmp_path:
     assert resident_ranks(watched_all, 2, configs) == [[[], []]] * 2
 
 
-@pytest.mark.slow
+@SLOW
 def test_no_optimizer_asks_the_device_for_anything(tmp_path: Path) -> None:
     chosen: dict[str, dict[str, Any]] = {
         "8bit": {"optimizer": {"type": "adamw", "moments": "8bit"}},
@@ -142,7 +144,7 @@ def waiting_alone(rank: int, port: int, found: Any, imported: Any) -> None:
             found.put((0.0, "it did not wait"))
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_rank_gives_up_waiting_for_one_that_hangs() -> None:
     """After `cluster.collective_minutes`, here 3 seconds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
