@@ -20,7 +20,7 @@ def remember_needs() -> None:
 
     @wraps(network_needs)
     def remembered(config: FinetuneConfig, hf_config: PretrainedConfig, network: PreTrainedModel) -> KernelNeeds:
-        sections = {"method": True, "parallel": True, "data": {"packing", "seq_len"}}
+        sections: Any = {"method": True, "parallel": True, "data": {"packing", "seq_len"}}
         asked = config.model_dump(include=sections, mode="json")
         asked["train"] = config.train.model_dump(include={"micro_batch", "objective"}, mode="json")
         asked["model"] = config.model.model_dump(exclude={"path", "tokenizer"}, mode="json")
