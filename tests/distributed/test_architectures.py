@@ -38,9 +38,9 @@ def _config(directory: Path, name: str, world: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    # Zamba2 shares blocks between layers, too.
+    # Zamba2 shares blocks between layers, and has layers with a state, too.
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "zamba" else ()) for name in UNUSUAL],
+    [pytest.param(name, marks=pytest.mark.slow if name in ("zamba", "falcon_h1") else ()) for name in UNUSUAL],
 )
 def test_it_learns_the_same_on_one_rank_and_on_two(tmp_path: Path, name: str) -> None:
     """On two the second forward of activation checkpointing runs through it, too."""

@@ -43,6 +43,8 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+ALONE = ("gemma4_text", "zamba2")
+"""Of the unusual: layers that share what they have, and blocks that share weights."""
 ONE_NETWORK = pytest.mark.parametrize("trained", ["llama"], indirect=True)
 """Where what is exported makes no difference."""
 SMALL = 20_000
@@ -95,7 +97,11 @@ def reference(directory: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return tensors, tensors.pop("logits")
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    # What is particular to an architecture is exported in fp16, too, below.
+    "dtype",
+    [pytest.param(dtype, marks=pytest.mark.slow if dtype == "fp16" else ()) for dtype in TYPES],
+)
 def test_from_pretrained_loads_what_was_trained(trained: tuple[str, Path], tmp_path: Path, dtype: str) -> None:
     name, directory = trained
     publish(find_checkpoint(directory), tmp_path / "export", ExportConfig(dtype=dtype, max_file_bytes=SMALL))
@@ -323,7 +329,11 @@ class Tensors(dict[str, torch.Tensor]):
         return {name: self[name] for name in names}
 
 
-@pytest.mark.parametrize("name", [*PARTICULAR, *UNUSUAL])
+@pytest.mark.parametrize(
+    # The others have nothing that the exports of runs above, or these, do not have.
+    "name",
+    [*PARTICULAR, *(pytest.param(name, marks=() if name in ALONE else pytest.mark.slow) for name in UNUSUAL)],
+)
 def test_what_architectures_are_particular_about(tmp_path: Path, name: str) -> None:
     """Tensors that stay in fp32 (the first three), and a config with infinity in it (granitemoehybrid)."""
     model = build(name)

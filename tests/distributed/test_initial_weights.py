@@ -153,7 +153,7 @@ def _check_grown(directory: Path, name: str, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_grown_embeddings_keep_old_rows_and_start_new_ones_at_the_mean(tmp_path: Path, world: int) -> None:
-    names = ["llama", "gemma3_text", "phi"]  # phi's head has a bias of the vocabulary's length too
+    names = ["gemma3_text", "phi", *(["llama"] if world == 1 else [])]  # phi's head has a bias as long as it, too
     for name in names:
         save_checkpoint(tmp_path / name, name)
     resident_ranks(_check_all_grown, world, tmp_path, names)

@@ -38,7 +38,6 @@ def named(values: dict[str, Any], name: str) -> dict[str, Any]:
     [
         # The others differ in a formula alone, which tests/unit/test_preference_loss.py compares.
         ("dpo and sft", "best_fit", (1, 3)),
-        ("orpo", "best_fit", (3,)),
         *(pytest.param(name, "best_fit", (1, 2, 3, 5), marks=SLOW) for name in PAIRS),
         *(pytest.param(name, "none", (1, 2, 3, 5), marks=SLOW) for name in PAIRS),
     ],

@@ -42,7 +42,7 @@ FP32: Any = {"parallel": {"precision": "fp32"}}
     ("model", "kind", "worlds"),
     [
         ("llama", "nf4", (3,)),
-        ("gpt2", "int8", (2,)),
+        pytest.param("gpt2", "int8", (2,), marks=pytest.mark.slow),
         *(
             pytest.param(model, "nf4", (2, 3, 4), marks=pytest.mark.slow)
             for model in ("llama", "qwen3", "gemma3_text", "gpt2", "mixtral")
@@ -135,6 +135,7 @@ def test_it_is_said_which_weights_of_a_mixture_are_not_quantized(
     assert not any("not quantized" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow  # as is a run of QLoRA from principal parts, which is exported, too (test_principal)
 def test_resume_is_bit_equal_and_what_comes_out_is_beside_the_stored_weights(tmp_path: Path) -> None:
     sections: Any = {"parallel": {"precision": "bf16"}}
     whole = trajectory(config_of(tmp_path, "llama", QLORA, name="whole", **sections), 2)

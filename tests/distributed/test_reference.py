@@ -82,7 +82,7 @@ def test_the_first_loss_is_the_logarithm_of_two_and_all_runs_share_the_files(tmp
     assert abs(steps[0]["loss"] - LN2) < 1e-12 and len({row["loss"] for row in steps}) == STEPS
     before = values_of(config)
     assert len(before) == len({key.split("/")[0] for key in before}) * 5
-    again = pairs(tmp_path, run={"name": "again"}, train={"global_batch": 12, "max_steps": 4})
+    again = pairs(tmp_path, run={"name": "again"}, train={"global_batch": 12, "max_steps": 3})
     assert abs(trajectory(again, 3)[0]["loss"] - LN2) < 1e-12
     assert values_of(config) == before
     told = [event["fields"] for event in read_events(run_of(again) / "events.jsonl") if event["event"] == "reference"]
@@ -130,14 +130,14 @@ def killed_rank(values: Mapping[str, Any], rank: int, writes: int, step: int) ->
     train_rank(values)
 
 
-@pytest.mark.parametrize("many", [2, pytest.param(5, marks=SLOW)])
+@pytest.mark.parametrize("many", [1, pytest.param(5, marks=SLOW)])
 def test_kills_in_the_pass_and_in_training_change_nothing(tmp_path: Path, many: int) -> None:
     """So many in each of the two."""
     whole = pairs(tmp_path / "whole", checkpoint={"every": 2})
     wanted = trajectory(whole, 2)
     config = pairs(tmp_path / "killed", checkpoint={"every": 2})
     chance = random.Random(21)
-    in_the_pass = [(0, writes, 0) for writes in chance.sample([0, 1, 0, 0, 1][:many], many)]
+    in_the_pass = [(0, writes, 0) for writes in chance.sample([1, 0, 0, 0, 1][:many], many)]
     in_training = [(chance.randrange(2), 99, step) for step in sorted(chance.sample(range(1, STEPS + 1), many))]
     for rank, writes, step in (*in_the_pass, *in_training):
         with pytest.raises(AssertionError, match="died without a word|closed by peer|reset by peer"):

@@ -86,9 +86,11 @@ def config_of(
     )
 
 
-def run(home: Path, model: str, objective: str, method: Mapping[str, Any], name: str = "run", **more: Any) -> Path:
+def run(
+    home: Path, model: str, objective: str, method: Mapping[str, Any], name: str = "run", world: int = 2, **more: Any
+) -> Path:
     """The directory of such a run, which has been trained."""
-    resident_ranks(train_rank, 2, config_of(home, model, objective, method, name=name, **more).model_dump())
+    resident_ranks(train_rank, world, config_of(home, model, objective, method, name=name, **more).model_dump())
     return home / "runs" / name
 
 
@@ -165,20 +167,18 @@ def test_an_adapter_and_its_merged_export_score_as_the_run_does(tmp_path: Path) 
         check_scores_of(directory, place)
     # A run that begins with what was exported has its head.
     head = load_file(tmp_path / "merged" / "model.safetensors")["score.weight"]
+    full: Mapping[str, Any] = {"type": "full"}
+    merged, trained = tmp_path / "merged", Path(find_checkpoint(directory).path)
+    more = {**LORA, "adapter": str(tmp_path / "adapter")}
     again = {
-        "merged": run(tmp_path, "llama", "classification", {"type": "full"}, name="more", path=tmp_path / "merged"),
-        "adapter": run(
-            tmp_path, "llama", "classification", {**LORA, "adapter": str(tmp_path / "adapter")}, name="on"
-        ),
-        "checkpoint": run(
-            tmp_path, "llama", "classification", {"type": "full"}, name="branch",
-            path=Path(find_checkpoint(directory).path),
-        ),
-    }  # fmt: skip
+        "merged": run(tmp_path, "llama", "classification", full, name="more", world=1, path=merged),
+        "adapter": run(tmp_path, "llama", "classification", more, name="on", world=1),
+        "checkpoint": run(tmp_path, "llama", "classification", full, name="branch", world=1, path=trained),
+    }
     for name, each in again.items():
         now = load_checkpoint(find_checkpoint(each), CPU).get_output_embeddings().weight
         assert 0 < (now - head).abs().max() < 0.01, f"{name}: two steps from where it began"
-    for path in (tmp_path / "merged", Path(find_checkpoint(directory).path)):
+    for path in (merged, trained):
         other = {"name": "other", "path": path, "labels": LABELS[::-1]}
         with pytest.raises(ModelError, match="the classes in .* are \\['poor', 'fair', 'good'"):
             prepare(config_of(tmp_path, "llama", "classification", {"type": "full"}, **other), 2)

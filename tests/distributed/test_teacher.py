@@ -142,7 +142,7 @@ def test_students_and_mixes_share_what_is_known(tmp_path: Path, teacher: Path) -
         tmp_path, teacher, run={"name": "second", "seed": 9}, model={"architecture": LLAMA},
         train={"global_batch": 3, "micro_batch": 1, "max_steps": 8, "objective": {"type": "distill", "reverse": 1.0}},
     )  # fmt: skip
-    trajectory(second, 3)
+    trajectory(second, 1)
     assert {path.name: path.read_bytes() for path in (store_of(first).directory / "parts").iterdir()} == before
     assert len({name.split("/")[0] for name in windows_of(second)}) == 2 and event_of(second)[0]["documents"] == 30
     shutil.rmtree(teacher)
