@@ -124,7 +124,7 @@ class Saver:
         at the last moment. Not `lasting`: a recovery point. `to`: where a peer copy goes, instead of the storage,
         within so many `seconds`; nothing is removed after it.
         """
-        assert self._save is None or self._save.reported, "one save at a time"
+        assert not self.in_flight, "one save at a time"
         since = time.monotonic()
         tensors = self.tensors()
         if self.staging is not None:

@@ -79,8 +79,6 @@ class Saves:
     """Rank 0's clock, if the clock asks for checkpoints, too."""
     copies: PeerCopies | None = None
     """Copies in the memory of nodes, between two checkpoints."""
-    scoring: bool = False
-    """Whether the checkpoints with the best evaluations are kept."""
     notices: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each cause of an early end leaves the run, as long as saves are still to be compared with them."""
     committed: int = 0
@@ -180,7 +178,7 @@ class Saves:
         # Where planned saves are must not depend on the clock: they wait for recovery points and peer copies. With
         # `keep_best` they wait for any: a step later the weights are not those that the evaluation scores. Not for
         # long, and not for one that was given up: storage that stands still postpones planned saves.
-        if self.saver.recovering or (self.scoring and self.saver.in_flight):
+        if self.saver.recovering or (self.saver.keep.best and self.saver.in_flight):
             return _PATIENCE_SECONDS[self.saver.copying]
         return 0.0
 
@@ -371,7 +369,6 @@ def open_saves(
         saved=saved,
         clock=clock,
         copies=None if peers is None or prepared.dry else open_copies(config.checkpoint, standing, saver, peers),
-        scoring=config.checkpoint.keep_best > 0,
         notices=_not_said(prepared.place, notices) if dist.get_rank() == 0 else {},
         committed=0 if commit is None else commit.step,
         recovery=0 if commit is None or commit.lasting else commit.step,
